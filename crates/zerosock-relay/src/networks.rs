@@ -2,7 +2,7 @@
 //!
 //! # Invariants
 //! - An IPv6 address that embeds an IPv4 address (IPv4-compatible, 6to4, Teredo, NAT64) is denied if either
-//!   of both is. Only the address itself can permit it: whoever has 10.0.0.1 does not have 2002:a00:1::1. An
+//!   of both is. Only the address itself can permit it: the holder of 2002:a00:1::1 need not have 10.0.0.1. An
 //!   IPv4-mapped address is the IPv4 address.
 //! - The order is `deny`, `allow`, default. The default never permits what leads back into the machine
 //!   or to the metadata service of a cloud.

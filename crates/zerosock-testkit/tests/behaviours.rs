@@ -55,6 +55,7 @@ fn vm(dir: &Path, cid: u32) -> VmConfig {
         queue_size: 1024,
         groups: vec!["default".into()],
         require_sealed_memory: false,
+        stopped_timeout: None,
     }
 }
 

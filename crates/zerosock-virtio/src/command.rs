@@ -85,6 +85,10 @@ pub trait VirtioDevice: WorkerDevice {
     /// queues stop too.
     fn reset(&mut self, stopped: bool, cx: &mut Context<'_, Self>);
 
+    /// The connections of a driver with stopped queues have ended ([`forget`]): it has to be told if it
+    /// goes on.
+    fn forgotten(&mut self) {}
+
     /// Takes what the driver made available before the front-end disconnected, at most one queue
     /// size.
     fn receive_remaining(&mut self, cx: &mut Context<'_, Self>) {
@@ -108,6 +112,13 @@ pub fn command<D: VirtioDevice>(
         && !matches!(command, DeviceCommand::Disconnected)
     {
         return reply.failed("the device ends the connections of its driver");
+    }
+    if let Some(PendingCommand::Forget(next)) = &mut device.queues().pending
+        && !matches!(command, DeviceCommand::Disconnected)
+    {
+        // The control thread sends no other before it has the answer.
+        *next = Some(Box::new((command, reply)));
+        return;
     }
     match command {
         DeviceCommand::Connected { link } => {
@@ -339,6 +350,14 @@ pub fn finish<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
         Some(PendingCommand::Restart(start, reply)) => {
             answer_start(start_queue(device, *start, cx), reply);
         }
+        Some(PendingCommand::Forget(next)) => {
+            device.forgotten();
+            if let Some(next) = next {
+                let (next, reply) = *next;
+                command(device, next, reply, cx);
+            }
+            return;
+        }
         Some(PendingCommand::Disconnect { reply, failed }) => {
             stop_all(device, cx);
             device.set_features(0);
@@ -378,6 +397,13 @@ fn remap<D: VirtioDevice>(
     result
 }
 
+/// Ends the connections of a driver with stopped queues, in parts. Does nothing if a command is pending.
+pub fn forget<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
+    if !device.queues().is_command_pending() {
+        begin(device, PendingCommand::Forget(None), cx);
+    }
+}
+
 fn stop_all<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
     let queues = device.queues();
     for slot in queues.rings.slots() {
@@ -388,7 +414,7 @@ fn stop_all<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
     queues.stopped_at.clear();
 }
 
-/// Ends the service for a front-end that has disconnected, or whose memory is lost. A device that ends its
+/// Ends the service for a front-end that has disconnected or lost its memory. A device that ends its
 /// connections in parts continues in its turns.
 pub fn disconnect<D: VirtioDevice>(device: &mut D, cx: &mut Context<'_, D>) {
     begin_disconnect(device, None, cx);

@@ -11,7 +11,7 @@ use zerosock_proto::Instant;
 use zerosock_ring::{DirtyLog, Memory, QueueConfig};
 use zerosock_sys::notify::{CallFd, Notifier};
 use zerosock_sys::{LogLimit, PeerFd};
-use zerosock_vhost_user::{FrontendLink, Reply};
+use zerosock_vhost_user::{DeviceCommand, FrontendLink, Reply};
 
 use crate::ring::Ring;
 
@@ -103,6 +103,9 @@ pub enum PendingCommand {
     Reset(Reply),
     /// Forget the driver before, then start a queue for the next one.
     Restart(Box<QueueStart>, Reply),
+    /// End the connections of a driver: its queues have been stopped for too long. A command that arrives
+    /// meanwhile is carried out afterwards.
+    Forget(Option<Box<(DeviceCommand, Reply)>>),
     /// Stop all queues: the front-end has gone, or the device has given it up.
     Disconnect {
         /// The answer to the control thread; `None`: it does not wait.
@@ -131,7 +134,9 @@ impl PendingCommand {
             PendingCommand::Stop(index, _) => Some(Scope::Queue(*index)),
             PendingCommand::Memory(..) => Some(Scope::Memory),
             PendingCommand::Reset(_) => Some(Scope::Reset),
-            PendingCommand::Restart(..) | PendingCommand::Disconnect { .. } => None,
+            PendingCommand::Restart(..)
+            | PendingCommand::Forget(_)
+            | PendingCommand::Disconnect { .. } => None,
         }
     }
 
@@ -139,7 +144,7 @@ impl PendingCommand {
     pub(crate) fn resets(&self) -> Option<bool> {
         match self {
             PendingCommand::Stop(..) | PendingCommand::Memory(..) => None,
-            PendingCommand::Restart(..) => Some(false),
+            PendingCommand::Restart(..) | PendingCommand::Forget(_) => Some(false),
             PendingCommand::Reset(_) | PendingCommand::Disconnect { .. } => Some(true),
         }
     }

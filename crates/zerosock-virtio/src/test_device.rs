@@ -33,6 +33,7 @@ pub(crate) enum Call {
     ResetPart { stopped: bool },
     Reset { stopped: bool },
     MemoryReplaced { had: bool },
+    Forgotten,
     Finished,
     Retired,
     Ended,
@@ -171,6 +172,10 @@ impl VirtioDevice for TestDevice {
 
     fn reset(&mut self, stopped: bool, _: &mut Context<'_, Self>) {
         self.calls.push(Call::Reset { stopped });
+    }
+
+    fn forgotten(&mut self) {
+        self.calls.push(Call::Forgotten);
     }
 
     fn memory_replaced(

@@ -6,7 +6,7 @@
 use crate::control::attach::{AttachConfig, Process};
 use crate::control::config::system;
 pub use crate::control::config::{
-    HostSide, HybridMessages, Reload, ReloadError, StartError, VmConfig,
+    HostSide, HybridMessages, Reload, ReloadError, STOPPED_TIMEOUT, StartError, VmConfig,
 };
 use crate::control::shares::MemoryLimits;
 pub use crate::control::shares::Shares;
@@ -48,6 +48,7 @@ use zerosock_virtio::mailbox::Sender;
 ///     queue_size: 1024,
 ///     groups: vec!["default".into()],
 ///     require_sealed_memory: false,
+///     stopped_timeout: Some(STOPPED_TIMEOUT),
 /// };
 /// let daemon = Daemon::start(DaemonConfig { vms: vec![vm], ..DaemonConfig::default() })?;
 /// daemon.shutdown();

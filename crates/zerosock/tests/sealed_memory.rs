@@ -39,6 +39,7 @@ fn memory_that_can_shrink_is_refused_of_the_vms_that_require_a_seal() {
     // The third comes at run time.
     let later = VmConfig {
         require_sealed_memory: true,
+        stopped_timeout: None,
         ..config.vms.pop().unwrap()
     };
     let daemon = Daemon::start(config).unwrap();

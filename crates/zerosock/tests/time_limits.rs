@@ -6,9 +6,11 @@ use std::io::Read;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
+use common::raw::RawGuest;
 use common::{TestDaemon, assert_bytes, bytes, deadline, eventually_with, host};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use zerosock::driver::{Driver, SendError, StreamId};
+use zerosock_proto::wire::vsock::Op;
 
 /// Sends until socket, device and credit are full.
 fn fill(guest: &mut Driver, stream: StreamId, bytes: &[u8]) -> usize {
@@ -110,4 +112,54 @@ fn the_daemon_gives_up_before_the_guest_does() {
     assert_eq!(guest, Duration::from_secs(2));
     let daemon = zerosock::daemon::DaemonConfig::default().connect_timeout;
     assert!(daemon + Duration::from_millis(250) <= guest, "{daemon:?}");
+}
+
+/// The queues stop for a pause as for a reset; only RESET_DEVICE tells them apart.
+#[test]
+fn connections_of_a_stopped_device_end_at_the_limit_or_at_once_with_its_reset() {
+    for resets in [false, true] {
+        let daemon = match resets {
+            false => TestDaemon::with(1, |config| {
+                config.vms[0].stopped_timeout = Some(Duration::from_millis(100));
+            }),
+            true => TestDaemon::new(),
+        };
+        let Some(_) = daemon.stats() else { return };
+        let listener = daemon.host_listener(2000);
+        let mut guest = RawGuest::attach(&daemon.vms[0].socket);
+        guest.connect(5000, 2000);
+        let (mut program, _) = listener.accept().unwrap();
+        program.set_read_timeout(Some(common::PATIENCE)).unwrap();
+        for queue in 0..3 {
+            guest.frontend.get_vring_base(queue).unwrap();
+        }
+        if resets {
+            guest.frontend.reset_device().unwrap();
+        }
+        match program.read(&mut [0]) {
+            Ok(0) => {}
+            Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset),
+            Ok(_) => panic!("a byte"),
+        }
+    }
+}
+
+#[test]
+fn connections_of_a_device_that_starts_again_before_the_limit_go_on() {
+    let daemon = TestDaemon::with(1, |config| {
+        config.vms[0].stopped_timeout = Some(2 * common::PATIENCE);
+    });
+    let Some(_) = daemon.stats() else { return };
+    let listener = daemon.host_listener(2000);
+    let mut guest = RawGuest::attach(&daemon.vms[0].socket);
+    guest.connect(5000, 2000);
+    let (mut program, _) = listener.accept().unwrap();
+    program.set_read_timeout(Some(common::PATIENCE)).unwrap();
+    let bases = [0, 1, 2].map(|queue| guest.frontend.get_vring_base(queue).unwrap());
+    guest.start(&bases).unwrap();
+    let header = guest.header(5000, 2000, Op::Rw);
+    guest.send(header, b"on");
+    let mut got = [0; 2];
+    program.read_exact(&mut got).unwrap();
+    assert_eq!(&got, b"on");
 }

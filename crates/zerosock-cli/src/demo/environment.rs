@@ -131,6 +131,7 @@ fn start_device(socket: &Path, uds: &Path) -> Result<Daemon, Failure> {
         queue_size: QUEUE_SIZE,
         groups: Vec::new(),
         require_sealed_memory: false,
+        stopped_timeout: None,
     };
     let config = DaemonConfig {
         vms: vec![vm],

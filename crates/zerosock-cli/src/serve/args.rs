@@ -116,6 +116,14 @@ pub(crate) struct DaemonFlags {
     #[arg(long, value_name = "SECONDS", default_value = "1.5", value_parser = duration::parse)]
     pub(crate) connect_timeout: Duration,
 
+    /// Longest pause of a VM that its connections outlast; 0: any
+    ///
+    /// A guest that is reset looks like one that is paused to most monitors (QEMU before 9.2): host
+    /// programs read the end of their connections when the next driver starts, or after this time. For
+    /// all VMs; --vm and --config have a key of the same name for single ones.
+    #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = duration::parse)]
+    pub(crate) stopped_timeout: Duration,
+
     /// Threads that move data; a VM belongs to one of them [default: one per CPU, no more than
     /// VMs unless processes may attach]
     #[arg(long, value_parser = number::parse::<u64>, value_name = "N")]

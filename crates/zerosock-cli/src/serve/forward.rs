@@ -258,7 +258,8 @@ fn or_off<'de, D: Deserializer<'de>>(input: D) -> Result<Option<Duration>, D::Er
     Ok((!span.is_zero()).then_some(span))
 }
 
-struct Seconds;
+/// A number of seconds in the file.
+pub(super) struct Seconds;
 
 impl Visitor<'_> for Seconds {
     type Value = Duration;

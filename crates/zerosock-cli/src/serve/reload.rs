@@ -242,6 +242,8 @@ impl Changes {
         self.keep(&name("queue_size"), &vm.queue_size, &other.queue_size);
         let (a, b) = (vm.require_sealed_memory, other.require_sealed_memory);
         self.keep(&name("require_sealed_memory"), &a, &b);
+        let seconds = |vm: &Vm| vm.stopped_timeout.unwrap_or_default().as_secs_f64();
+        self.keep(&name("stopped_timeout"), &seconds(vm), &seconds(other));
         if vm.groups != other.groups {
             self.groups.insert(vm.cid, other.groups.clone());
         }

@@ -77,6 +77,8 @@ pub(crate) struct Vm {
     pub(crate) groups: Vec<String>,
     /// Refuse memory that can shrink.
     pub(crate) require_sealed_memory: bool,
+    /// The longest pause that connections outlast; zero: any. Set for each VM.
+    pub(crate) stopped_timeout: Option<Duration>,
 }
 
 /// Destination of a VM's connections to the host.
@@ -397,6 +399,7 @@ fn daemon(
     };
     for vm in &mut vms {
         vm.require_sealed_memory |= flags.require_sealed_memory;
+        vm.stopped_timeout.get_or_insert(flags.stopped_timeout);
     }
     Ok(Settings {
         // A worker without a VM would only use memory.
@@ -520,6 +523,7 @@ impl Vm {
             queue_size,
             groups,
             require_sealed_memory: raw.require_sealed_memory.unwrap_or(false),
+            stopped_timeout: raw.stopped_timeout,
         })
     }
 }

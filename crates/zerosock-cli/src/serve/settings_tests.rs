@@ -51,6 +51,7 @@ fn the_required_flags_alone_give_the_defaults() {
             queue_size: 1024,
             groups: vec!["default".into()],
             require_sealed_memory: false,
+            stopped_timeout: Some(Duration::from_secs(300)),
         }]
     );
     assert_eq!(settings.ok_port, OkPort::Guest);
@@ -82,6 +83,7 @@ fn every_flag_of_a_vm_is_parsed() {
             queue_size: 256,
             groups: vec!["a".into(), "b".into()],
             require_sealed_memory: false,
+            stopped_timeout: Some(Duration::from_secs(300)),
         }]
     );
 }
@@ -640,4 +642,17 @@ fn sealed_memory_is_required_of_single_vms_or_of_all() {
     assert_eq!(of(&format!("{VM} --require-sealed-memory")), [true]);
     assert_eq!(of(two), [false, true]);
     assert_eq!(of(&format!("{two} --require-sealed-memory")), [true, true]);
+}
+
+#[test]
+fn the_longest_pause_is_that_of_the_vm_or_of_the_flag() {
+    let of = |line: &str| -> Vec<f64> {
+        let vms = settings(line).vms;
+        let spans = vms.iter().map(|vm| vm.stopped_timeout.unwrap());
+        spans.map(|span| span.as_secs_f64()).collect()
+    };
+    let two = "--vm guest-cid=3,socket=/a,uds-path=/b \
+               --vm guest-cid=4,socket=/c,uds-path=/d,stopped-timeout=0";
+    assert_eq!(of(two), [300.0, 0.0]);
+    assert_eq!(of(&format!("{two} --stopped-timeout 1.5")), [1.5, 0.0]);
 }

@@ -1,6 +1,7 @@
 //! One VM before validation: the same keys as flags, in `--vm` and in a file.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
@@ -8,9 +9,10 @@ use serde::de::Error;
 use serde::{Deserialize, Deserializer};
 use zerosock::Cid;
 
+use super::forward::Seconds;
 use super::list::joined_by_plus;
 use super::uds_paths::{UdsPath, UdsPathError, UdsPaths};
-use crate::number;
+use crate::{duration, number};
 
 /// The flags that describe one VM. Each excludes --vm and --config.
 #[derive(Clone, Debug, Args)]
@@ -95,6 +97,13 @@ pub(crate) struct RawVm {
     pub(crate) groups: Option<String>,
     #[serde(alias = "require-sealed-memory")]
     pub(crate) require_sealed_memory: Option<bool>,
+    #[serde(alias = "stopped-timeout", default, deserialize_with = "seconds")]
+    pub(crate) stopped_timeout: Option<Duration>,
+}
+
+/// Seconds in the file, if there are any.
+fn seconds<'de, D: Deserializer<'de>>(input: D) -> Result<Option<Duration>, D::Error> {
+    input.deserialize_any(Seconds).map(Some)
 }
 
 /// A CID in the file, if there is one.
@@ -119,8 +128,9 @@ impl VmFlags {
             tx_buffer_size: self.tx_buffer_size,
             queue_size: self.queue_size,
             groups: self.groups,
-            // The flag of this name applies to all VMs.
+            // The flags of these names apply to all VMs.
             require_sealed_memory: None,
+            stopped_timeout: None,
         };
         Ok((vm != RawVm::default()).then_some(vm))
     }
@@ -139,6 +149,12 @@ pub(crate) enum VmTextError {
     UdsPath(#[from] UdsPathError),
     #[error("{key}={value} is neither true nor false")]
     NotABool { key: &'static str, value: String },
+    #[error("{key}={value} is no time: {fix}")]
+    Seconds {
+        key: &'static str,
+        value: String,
+        fix: &'static str,
+    },
     #[error("{key}={value} is not a CID; {fix}")]
     Cid {
         key: &'static str,
@@ -154,7 +170,7 @@ pub(crate) enum VmTextError {
 }
 
 const KEYS: &str = "guest-cid, socket, uds-path, uds-path-seqpacket, forward-cid, forward-listen, \
-                    tx-buffer-size, queue-size, groups, require-sealed-memory";
+                    tx-buffer-size, queue-size, groups, require-sealed-memory, stopped-timeout";
 
 /// Reads `guest-cid=3,socket=PATH,...`; a key may be written with `-` or `_`.
 pub(crate) fn parse_vm(text: &str) -> Result<RawVm, VmTextError> {
@@ -190,6 +206,15 @@ pub(crate) fn parse_vm(text: &str) -> Result<RawVm, VmTextError> {
                     value: value.to_string(),
                 })?;
                 set(&mut vm.require_sealed_memory, key, value)?;
+            }
+            "stopped-timeout" => {
+                let key = "stopped-timeout";
+                let value = duration::parse(value).map_err(|fix| VmTextError::Seconds {
+                    key,
+                    value: value.to_string(),
+                    fix,
+                })?;
+                set(&mut vm.stopped_timeout, key, value)?;
             }
             _ => return Err(VmTextError::UnknownKey(key.to_string())),
         }
@@ -235,7 +260,8 @@ mod tests {
     #[test]
     fn every_key_is_read_with_either_spelling() {
         let dashes = "guest-cid=0x7,socket=/a,uds-path=/b,uds-path=9=/d,uds-path-seqpacket=/c,forward-cid=local,forward-listen=5+6,\
-                      tx-buffer-size=4096,queue-size=256,groups=x+y,require-sealed-memory=true";
+                      tx-buffer-size=4096,queue-size=256,groups=x+y,require-sealed-memory=true,\
+                      stopped-timeout=0.5";
         let wanted = RawVm {
             guest_cid: Some(Cid::new(7)),
             socket: Some("/a".into()),
@@ -250,6 +276,7 @@ mod tests {
             queue_size: Some(256),
             groups: Some("x+y".into()),
             require_sealed_memory: Some(true),
+            stopped_timeout: Some(Duration::from_millis(500)),
         };
         assert_eq!(parse_vm(dashes), Ok(wanted.clone()));
         assert_eq!(parse_vm(&dashes.replace('-', "_")), Ok(wanted));
@@ -277,6 +304,7 @@ mod tests {
                 "require-sealed-memory=yes",
                 "require-sealed-memory=yes is neither true nor false",
             ),
+            ("stopped-timeout=-1", "stopped-timeout=-1 is no time"),
             (
                 "tx-buffer-size=-1",
                 "tx-buffer-size=-1 is not a whole number",

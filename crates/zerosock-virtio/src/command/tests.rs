@@ -10,7 +10,7 @@ use zerosock_ring::{DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig
 use zerosock_sys::notify::{CallFd, CallThread, Notifier, ThreadCount};
 use zerosock_vhost_user::{DeviceCommand, DeviceReply, Reply};
 
-use super::{QUIESCE_TIMEOUT, RECHECK_INTERVAL, command, finish, give_up};
+use super::{QUIESCE_TIMEOUT, RECHECK_INTERVAL, command, finish, forget, give_up};
 use crate::device::Context;
 use crate::outbox::Outbox;
 use crate::poller::Poller;
@@ -343,6 +343,39 @@ fn a_device_that_gives_up_its_front_end_answers_the_disconnect_after_the_last_pa
     harness.with(|device, cx| give_up(device, "a test", cx));
     let (gone, received) = Reply::channel();
     harness.command_with(DeviceCommand::Disconnected, gone);
+    assert_eq!(answer(&received), Some(DeviceReply::Done));
+    assert!(harness.device.queues.memory.is_none());
+}
+
+/// The driver goes on while its connections end.
+#[test]
+fn a_command_that_comes_while_connections_of_a_stopped_driver_end_is_carried_out_afterwards() {
+    let mut harness = Harness::new();
+    harness.start(0, 3);
+    harness.command(DeviceCommand::StopQueue { index: 0 });
+    harness.device.parts = 2;
+    harness.with(forget);
+    assert_eq!(harness.start(0, 5), [Call::ResetPart { stopped: false }]);
+    assert_eq!(
+        harness.finish_at(Instant::ZERO),
+        [Call::ResetPart { stopped: false }]
+    );
+    let (reset, index, resumed) = (Call::Reset { stopped: false }, 0, false);
+    let calls = harness.finish_at(Instant::ZERO);
+    let started = Call::Started { index, resumed };
+    assert_eq!(calls, [reset, Call::Forgotten, started]);
+    assert!(harness.runs(0));
+}
+
+#[test]
+fn a_disconnect_that_comes_while_connections_of_a_stopped_driver_end_is_answered_at_their_end() {
+    let mut harness = Harness::new();
+    harness.device.parts = 2;
+    harness.with(forget);
+    let (gone, received) = Reply::channel();
+    harness.command_with(DeviceCommand::Disconnected, gone);
+    assert_eq!(answer(&received), None);
+    harness.finish_at(Instant::ZERO);
     assert_eq!(answer(&received), Some(DeviceReply::Done));
     assert!(harness.device.queues.memory.is_none());
 }

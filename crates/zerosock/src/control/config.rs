@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
+use std::time::Duration;
 use zerosock_proto::Cid;
 use zerosock_proto::addr::AddressError;
 use zerosock_proto::vsock::QueuePairs;
@@ -72,7 +73,14 @@ pub struct VmConfig {
     /// accepted and vanishes, only this VM loses its device. The memory of attached processes must
     /// always be sealed.
     pub require_sealed_memory: bool,
+    /// The longest pause of the VM that connections outlast; `None`: any. A VMM may tell a reset of the
+    /// guest from a pause (RESET_DEVICE), and then connections end at once; else they end when the next
+    /// driver starts, or after this time.
+    pub stopped_timeout: Option<Duration>,
 }
+
+/// The default of [`VmConfig::stopped_timeout`].
+pub const STOPPED_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Changes to a running daemon. Everything else stays as it is, including all connections but those of
 /// VMs that are removed.

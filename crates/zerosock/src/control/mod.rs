@@ -194,6 +194,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             service: None,
             process: false,
             account: vm.programs.clone(),
+            stopped_timeout: vm.stopped_timeout,
         };
         let configured = ConfiguredVm {
             vm: n,

@@ -6,6 +6,7 @@
 //!   listener can carry descriptors, which are closed with it.
 
 use std::os::fd::OwnedFd;
+use std::time::Duration;
 
 use zerosock_proto::Cid;
 use zerosock_sys::account::Account;
@@ -27,6 +28,7 @@ pub(super) struct NewVm {
     pub(super) queue_size: u16,
     pub(super) groups: Vec<String>,
     pub(super) require_sealed_memory: bool,
+    pub(super) stopped_timeout: Option<Duration>,
     /// The account of the front-end.
     pub(super) account: Account,
     /// That of the host programs, in the same share.
@@ -65,6 +67,7 @@ impl NewVm {
             queue_size: vm.queue_size,
             groups: vm.groups,
             require_sealed_memory: vm.require_sealed_memory,
+            stopped_timeout: vm.stopped_timeout,
             account,
             programs,
         }
@@ -154,6 +157,7 @@ mod tests {
             queue_size: 1,
             groups: Vec::new(),
             require_sealed_memory: false,
+            stopped_timeout: None,
         };
         (NewVm::new(vm, account), vec![one, two, three])
     }

@@ -267,6 +267,7 @@ impl ReloadHandler {
             service: None,
             process: false,
             account: vm.programs,
+            stopped_timeout: vm.stopped_timeout,
         };
         let front = FrontendSpec {
             listener: vm.listener,

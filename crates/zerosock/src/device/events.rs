@@ -309,6 +309,7 @@ impl Device {
                 Timer::Idle(key) => self.idle_timed_out(key, cx),
                 Timer::Association(key) => self.association_timed_out(key, cx),
                 Timer::EndSends => self.sends_timed_out(cx),
+                Timer::Stopped => self.stop_timed_out(cx),
             }
         }
         if self.shard.poll_timeout().is_some_and(|t| t <= cx.now) {

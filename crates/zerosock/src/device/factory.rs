@@ -45,6 +45,8 @@ pub(crate) struct Member {
     pub(crate) process: bool,
     /// The account of its host programs.
     pub(crate) account: Account,
+    /// The longest stop of the queues that connections outlast; `None`: any.
+    pub(crate) stopped_timeout: Option<Duration>,
 }
 
 impl Terms {
@@ -57,6 +59,7 @@ impl Terms {
             service,
             process,
             account,
+            stopped_timeout,
         } = member;
         let ports = Arc::new(PortTable::new());
         let access_log = Arc::new(LogLimit::new(ACCESS_LINES));
@@ -72,6 +75,7 @@ impl Terms {
                 device.process = process;
                 device.set_queue_pair(pair, queue_pairs.clone());
                 device.set_account(account.clone());
+                device.stop.limit = stopped_timeout;
                 device.set_access_log(Arc::clone(&access_log));
                 device.set_traffic(self.traffic.enter(cid));
                 device

@@ -24,7 +24,7 @@
 //! - `app`, `app_store`, `lending`, `message_loans`: connections with the program that
 //!   embeds the device;
 //! - `traffic`: what each device has counted, for reports;
-//! - `teardown`: the end of all connections, in parts;
+//! - `teardown`: the end of all connections, in parts; `stopped`: their end after a long stop;
 //! - `virtio`: turns, events and commands of the VMM;
 //! - `queue_pairs`: a device with several queue pairs;
 //! - `state`: the data that all of these work on, in types with their own invariants.
@@ -64,6 +64,7 @@ pub(crate) mod queue_pairs;
 mod queue_pairs_tests;
 mod sibling;
 pub(crate) mod state;
+mod stopped;
 mod teardown;
 #[cfg(test)]
 mod time_limit_tests;

@@ -108,6 +108,7 @@ impl Harness {
                 service: None,
                 process: false,
                 account: Budget::unlimited().account(),
+                stopped_timeout: None,
             };
             let queue_pairs: Arc<[DeviceAddr]> = Arc::new([addr]);
             let [mut device] = terms.devices(&queue_pairs, member).try_into().unwrap();

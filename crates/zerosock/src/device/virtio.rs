@@ -261,6 +261,7 @@ impl VirtioDevice for Device {
         if index == TX {
             self.app_started(cx);
         }
+        self.end_stop(index, cx);
         if resumed {
             // The driver has connections that this device does not know.
             self.announce_lost(cx);
@@ -268,6 +269,9 @@ impl VirtioDevice for Device {
     }
 
     fn release(&mut self, scope: Scope, cx: &mut Context<'_>) {
+        if let Scope::Queue(RX | TX) = scope {
+            self.begin_stop(cx);
+        }
         match scope {
             Scope::Queue(TX) | Scope::Memory => {
                 self.release_chains(cx);
@@ -313,11 +317,17 @@ impl VirtioDevice for Device {
 
     fn reset(&mut self, stopped: bool, cx: &mut Context<'_>) {
         self.end_teardown(cx);
+        self.cancel_stop();
+        self.stop.has_ended = false;
         if stopped {
             self.reset_used_pairs();
             self.announce_reset = false;
             self.starved = false;
         }
+    }
+
+    fn forgotten(&mut self) {
+        self.stop.has_ended = true;
     }
 
     fn receive_remaining(&mut self, cx: &mut Context<'_>) {

@@ -27,7 +27,7 @@ use super::stream::Stream;
 use super::waiting::Wait;
 use crate::control::attach::directory::Directory;
 use crate::control::attach::{AttachConfig, Process};
-use crate::control::config::{HostSide, StartError, VmConfig, system};
+use crate::control::config::{HostSide, STOPPED_TIMEOUT, StartError, VmConfig, system};
 use crate::control::socket_file::{self, SocketFile, SocketKind};
 use crate::host::{HostBackend, HostConfig};
 use crate::routing::access::AccessList;
@@ -133,6 +133,7 @@ pub struct HostBuilder {
     queue_size: u16,
     wait: Wait,
     background: bool,
+    stopped_timeout: Option<Duration>,
     trust: Option<Trust>,
 }
 
@@ -163,6 +164,7 @@ impl Host {
             queue_size: 1024,
             wait: Wait::default(),
             background: false,
+            stopped_timeout: Some(STOPPED_TIMEOUT),
             trust: None,
         }
     }
@@ -363,6 +365,14 @@ impl HostBuilder {
         self
     }
 
+    /// The longest pause of a VM that connections outlast; `None`: any. Default 5 minutes. A VMM that does not
+    /// tell a reset of the guest from a pause leaves connections open until the next driver starts, or so
+    /// long.
+    pub fn stopped_timeout(mut self, timeout: Option<Duration>) -> HostBuilder {
+        self.stopped_timeout = timeout;
+        self
+    }
+
     /// Trusts attached processes, never VMs, not to write leased memory and not to read lent
     /// memory; zerosock's own endpoints do neither. Leases and loans then give plain slices. The
     /// token comes from the `unsafe` [`Trust::declare`], which states the promise.
@@ -397,6 +407,7 @@ impl HostBuilder {
                 queue_size: self.queue_size,
                 groups: vec!["default".into()],
                 require_sealed_memory: false,
+                stopped_timeout: self.stopped_timeout,
             });
         }
         let attach = match self.attach {

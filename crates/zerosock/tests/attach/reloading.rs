@@ -55,6 +55,7 @@ fn vm(lab: &Lab, cid: u32, groups: &str) -> (Vm, VmConfig) {
         queue_size: 256,
         groups: vec![groups.into()],
         require_sealed_memory: false,
+        stopped_timeout: None,
     };
     (vm, config)
 }

@@ -188,6 +188,7 @@ pub(crate) fn daemon_config(vms: &[Vm]) -> DaemonConfig {
             queue_size: 1024,
             groups: vec!["default".to_owned()],
             require_sealed_memory: false,
+            stopped_timeout: None,
         });
     }
     config

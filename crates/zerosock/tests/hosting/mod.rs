@@ -63,6 +63,7 @@ impl Hosted {
                 queue_size: 1024,
                 groups: Vec::new(),
                 require_sealed_memory: false,
+                stopped_timeout: None,
             });
             sockets.push(socket);
         }

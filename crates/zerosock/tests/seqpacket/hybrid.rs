@@ -81,6 +81,7 @@ impl Lab {
             queue_size: 1024,
             groups: Vec::new(),
             require_sealed_memory: false,
+            stopped_timeout: None,
         };
         let daemon = Daemon::start(DaemonConfig {
             vms: vec![vm],

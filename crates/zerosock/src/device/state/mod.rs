@@ -16,6 +16,7 @@ pub(crate) mod peer;
 pub(crate) mod program;
 pub(crate) mod queue_pairs;
 pub(crate) mod sibling_message;
+pub(crate) mod stop;
 pub(crate) mod teardown;
 pub(crate) mod timers;
 pub(crate) mod zero_copy;
@@ -45,6 +46,7 @@ use self::host::{Handshake, HostAccess};
 use self::lingering::Lingering;
 use self::program::App;
 use self::queue_pairs::QueuePairSet;
+use self::stop::Stop;
 use self::teardown::Teardown;
 use self::timers::Timers;
 use crate::device::host_sockets::hybrid::OkConvention;
@@ -147,6 +149,7 @@ pub(crate) struct Device {
 
     pub(in crate::device) bridges: Bridges,
     pub(in crate::device) teardown: Teardown,
+    pub(in crate::device) stop: Stop,
     /// A queue has broken, and the connections from this bridge on have not been reset yet.
     pub(in crate::device) reset_next: Option<u32>,
     pub(in crate::device) lingering: Lingering,
@@ -200,6 +203,7 @@ impl Device {
             announce_reset: false,
             bridges: Bridges::default(),
             teardown: Teardown::default(),
+            stop: Stop::default(),
             reset_next: None,
             lingering: Lingering::default(),
             backlogs: Backlogs::default(),

@@ -29,6 +29,8 @@ pub(crate) enum Timer {
     Accept(u32),
     /// Resets connections with zero-copy sends in flight for which a command waits.
     EndSends,
+    /// Ends the connections of a device: its queues have been stopped for too long.
+    Stopped,
 }
 
 /// Pairs of a deadline and a timer, earliest first.

@@ -240,6 +240,7 @@ impl Server {
             buf_alloc: config.buf_alloc,
             service: service.map(|block| AddressSlot::sources(block).1),
             process: true,
+            stopped_timeout: None,
             account: account.clone(),
         };
         let (number, notice) = frontends.notice();

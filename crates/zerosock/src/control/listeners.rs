@@ -428,8 +428,9 @@ impl Place<'_> {
         let Some((device, endpoint)) = self.find(&active.rule.to) else {
             return refused(format!("there is no {}", active.rule.to));
         };
-        let Some(admitted) = active.state.admit() else {
-            return refused("the rule has as many connections as it may have".to_owned());
+        let admitted = match active.state.admit() {
+            Ok(admitted) => admitted,
+            Err(reason) => return refused(reason.to_owned()),
         };
         let Some(worker) = self.workers.get(device.worker as usize) else {
             return refused("its worker has ended".to_owned());

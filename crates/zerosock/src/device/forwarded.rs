@@ -64,21 +64,23 @@ impl Device {
         cx: &mut Context<'_>,
     ) {
         let target = rule.rule.to.resolve(from.cid, port);
-        let (Some(target), Some(admitted)) = (target, rule.state.admit()) else {
-            cx.shared.counters.refuse(RefusalCause::Limit);
-            rule.state.count_refused();
-            let (to, reason) = (
-                &rule.rule.to,
-                "the rule has as many connections as it may have",
-            );
-            self.log_refusal(
-                rule.state.text(),
-                &from.to_string(),
-                &to.to_string(),
-                reason,
-            );
-            let _ = self.shard.reject(flow);
-            return;
+        let admitted = rule.admit(from.cid);
+        let target = target.ok_or("the target of the rule has no such port");
+        let (target, admitted) = match target.and_then(|target| Ok((target, admitted?))) {
+            Ok(both) => both,
+            Err(reason) => {
+                cx.shared.counters.refuse(RefusalCause::Limit);
+                rule.state.count_refused();
+                let to = &rule.rule.to;
+                self.log_refusal(
+                    rule.state.text(),
+                    &from.to_string(),
+                    &to.to_string(),
+                    reason,
+                );
+                let _ = self.shard.reject(flow);
+                return;
+            }
         };
         let timeout = rule
             .rule

@@ -245,6 +245,15 @@ impl AccessList {
 }
 
 impl Party {
+    /// Whether it is one endpoint at most.
+    pub(crate) fn is_single(&self) -> bool {
+        match self {
+            Party::Host | Party::Name(_) => true,
+            Party::Cids(cids) => cids.0.start() == cids.0.end(),
+            Party::Any | Party::Group(_) => false,
+        }
+    }
+
     pub(crate) fn includes(&self, endpoint: EndpointTraits<'_>) -> bool {
         match self {
             Party::Any => true,

@@ -157,12 +157,14 @@ impl Device {
         cx: &mut Context<'_>,
     ) -> Option<u32> {
         let target = rule.rule.to.resolve(from.cid, to.port)?;
-        let Some(admitted) = rule.state.admit() else {
-            rule.state.count_refused();
-            let reason = "the rule has as many connections as it may have";
-            let (from, to) = (from.to_string(), target.to_string());
-            self.log_refusal(rule.state.text(), &from, &to, reason);
-            return None;
+        let admitted = match rule.admit(from.cid) {
+            Ok(admitted) => admitted,
+            Err(reason) => {
+                rule.state.count_refused();
+                let (from, to) = (from.to_string(), target.to_string());
+                self.log_refusal(rule.state.text(), &from, &to, reason);
+                return None;
+            }
         };
         // After all refusals: a rule that is full ends no association of another one.
         let all = &self.datagrams.associations;

@@ -18,8 +18,8 @@ mod zero_copy;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use zerosock_proto::Port;
 use zerosock_proto::wire::vsock::SocketType;
+use zerosock_proto::{Cid, Port};
 use zerosock_relay::networks::AddressPolicy;
 
 use crate::routing::access::{EndpointTraits, Party};
@@ -150,6 +150,17 @@ impl ForwardRules {
 }
 
 impl ActiveRule {
+    /// Counts a connection of `guest`. Guests that share the rule have shares.
+    ///
+    /// # Errors
+    /// The reason for a refusal.
+    pub(crate) fn admit(&self, guest: Cid) -> Result<Admitted, &'static str> {
+        match &self.rule.from[..] {
+            [one] if one.is_single() => self.state.admit(),
+            _ => self.state.admit_guest(guest),
+        }
+    }
+
     fn new(rule: ForwardRule, old: Option<&RuleState>) -> ActiveRule {
         let policy = AddressPolicy::for_guests(rule.allow.clone(), rule.deny.clone());
         let text = format!("forward {} to {}", rule.shown_ports(), rule.to);
@@ -308,8 +319,8 @@ mod tests {
         assert!(!Arc::ptr_eq(&old[0], &new[1]));
         // The changed one goes on counting.
         let one = old[0].admit().unwrap();
-        assert!(new[1].admit().is_none());
+        assert!(new[1].admit().is_err());
         drop(one);
-        assert!(new[1].admit().is_some());
+        assert!(new[1].admit().is_ok());
     }
 }

@@ -4,10 +4,15 @@
 //! - A rule never has more connections than its limit: [`RuleState::admit`] counts a connection before
 //!   it is made, and dropping [`Admitted`] ends the count. Connections of the rules that it has
 //!   [replaced](RuleState::new) count, too.
+//! - Once three quarters of the limit are used, a guest gets no connection beyond an equal share, one share
+//!   being left for a guest that has none: [`RuleState::admit_guest`].
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use zerosock_proto::Cid;
 
 /// The counters of one forwarding rule since it took effect.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
@@ -58,7 +63,7 @@ pub(crate) struct RuleState {
     limit: u64,
     removed: AtomicBool,
     /// Connections that count against the limit: those of this rule and of the ones that it has replaced.
-    admitted: Arc<AtomicU64>,
+    admitted: Arc<Mutex<Taken>>,
     active: AtomicU64,
     opened: AtomicU64,
     refused: AtomicU64,
@@ -67,9 +72,32 @@ pub(crate) struct RuleState {
     datagrams_dropped: AtomicU64,
 }
 
+/// The places of a rule that are taken.
+#[derive(Debug, Default)]
+struct Taken {
+    all: u64,
+    /// Those of guests that share the rule; a guest without one has no entry.
+    by_guest: BTreeMap<Cid, u64>,
+}
+
+impl Taken {
+    /// Whether `guest` has an equal share of `limit`, and little is left for others.
+    fn exceeds_share(&self, guest: Cid, limit: u64) -> bool {
+        let own = self.by_guest.get(&guest).copied().unwrap_or(0);
+        let others = self.by_guest.len() - usize::from(own > 0);
+        // The guest, the others, and one that may come.
+        let share = limit / (others as u64 + 2);
+        self.all >= limit - limit / 4 && own >= share.max(1)
+    }
+}
+
 /// One connection that counts against the limit of its rule.
 #[derive(Debug)]
-pub(crate) struct Admitted(Arc<RuleState>);
+pub(crate) struct Admitted {
+    state: Arc<RuleState>,
+    /// The guest among those that share the rule.
+    guest: Option<Cid>,
+}
 
 impl RuleState {
     /// The state of a rule that may take the place of an old one, whose connections continue.
@@ -94,16 +122,44 @@ impl RuleState {
         &self.text
     }
 
-    /// Counts a connection. `None`: the rule has as many as it may have.
-    pub(crate) fn admit(self: &Arc<RuleState>) -> Option<Admitted> {
+    /// Counts a connection.
+    ///
+    /// # Errors
+    /// The reason for a refusal: the rule has as many as it may have.
+    pub(crate) fn admit(self: &Arc<RuleState>) -> Result<Admitted, &'static str> {
+        self.admit_one(None)
+    }
+
+    /// As [`admit`](Self::admit), of one of the guests that share the rule.
+    ///
+    /// # Errors
+    /// The reason for a refusal: the rule has as many as it may have, or the guest its share.
+    pub(crate) fn admit_guest(self: &Arc<RuleState>, guest: Cid) -> Result<Admitted, &'static str> {
+        self.admit_one(Some(guest))
+    }
+
+    fn admit_one(self: &Arc<RuleState>, guest: Option<Cid>) -> Result<Admitted, &'static str> {
+        let mut taken = self.taken();
+        if taken.all >= self.limit {
+            return Err("the rule has as many connections as it may have");
+        }
+        if let Some(guest) = guest {
+            if taken.exceeds_share(guest, self.limit) {
+                return Err("the guest has its share of the connections that the rule may have");
+            }
+            *taken.by_guest.entry(guest).or_default() += 1;
+        }
+        taken.all += 1;
+        drop(taken);
         // Relaxed, here and below: the counters guard no other data.
-        let step = |admitted: u64| (admitted < self.limit).then_some(admitted + 1);
-        let counted = self
-            .admitted
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, step);
-        counted.ok()?;
         self.active.fetch_add(1, Ordering::Relaxed);
-        Some(Admitted(Arc::clone(self)))
+        let state = Arc::clone(self);
+        Ok(Admitted { state, guest })
+    }
+
+    fn taken(&self) -> MutexGuard<'_, Taken> {
+        // No update panics half-way, so a poisoned lock guards consistent values.
+        self.admitted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Counts a connection as refused.
@@ -156,14 +212,23 @@ impl RuleState {
 impl Admitted {
     /// The rule of the connection.
     pub(crate) fn rule(&self) -> &RuleState {
-        &self.0
+        &self.state
     }
 }
 
 impl Drop for Admitted {
     fn drop(&mut self) {
-        self.0.active.fetch_sub(1, Ordering::Relaxed);
-        self.0.admitted.fetch_sub(1, Ordering::Relaxed);
+        self.state.active.fetch_sub(1, Ordering::Relaxed);
+        let mut taken = self.state.taken();
+        taken.all -= 1;
+        if let Some(guest) = self.guest
+            && let Some(own) = taken.by_guest.get_mut(&guest)
+        {
+            *own -= 1;
+            if *own == 0 {
+                taken.by_guest.remove(&guest);
+            }
+        }
     }
 }
 
@@ -206,12 +271,45 @@ mod tests {
     fn no_more_connections_than_the_limit_exist_at_once() {
         let state = RuleState::new("rule".into(), Some(2), None);
         let (one, two) = (state.admit().unwrap(), state.admit().unwrap());
-        assert!(state.admit().is_none());
+        assert!(state.admit().is_err());
         drop(one);
         let three = state.admit().unwrap();
-        assert!(state.admit().is_none());
+        assert!(state.admit().is_err());
         drop((two, three));
         assert_eq!(state.active(), 0);
+    }
+
+    #[test]
+    fn one_guest_leaves_places_of_a_rule_to_others() {
+        let state = RuleState::new("rule".into(), Some(100), None);
+        let [greedy, second, third] = [3, 4, 5].map(Cid::new);
+        let admit = |guest, most: usize| -> Vec<Admitted> {
+            let all = std::iter::repeat_with(|| state.admit_guest(guest).ok());
+            all.take(most).map_while(|one| one).collect()
+        };
+        let first = admit(greedy, 1000);
+        assert_eq!(first.len(), 75, "alone it has three quarters");
+        assert!(state.admit_guest(greedy).unwrap_err().contains("its share"));
+        // Each other one has its share, as far as there are places.
+        let others = [admit(second, 1000), admit(third, 1000)];
+        assert_eq!(others.each_ref().map(Vec::len), [25, 0]);
+        // With fewer than three quarters in use, nobody is bounded.
+        drop(first);
+        assert_eq!(admit(third, 1000).len(), 50);
+    }
+
+    #[test]
+    fn guests_with_few_connections_find_places_beside_a_greedy_one() {
+        let state = RuleState::new("rule".into(), Some(8), None);
+        let greedy = Cid::new(3);
+        let taken: Vec<_> = std::iter::from_fn(|| state.admit_guest(greedy).ok()).collect();
+        assert_eq!(taken.len(), 6);
+        let _one = state.admit_guest(Cid::new(4)).unwrap();
+        let _two = state.admit_guest(Cid::new(5)).unwrap();
+        let full = state.admit_guest(Cid::new(6)).unwrap_err();
+        assert!(full.contains("as many connections"), "{full}");
+        drop((taken, _one, _two));
+        assert_eq!(state.taken().by_guest.len(), 0);
     }
 
     #[test]
@@ -219,14 +317,14 @@ mod tests {
         let old = RuleState::new("old".into(), None, None);
         let (one, two) = (old.admit().unwrap(), old.admit().unwrap());
         let new = RuleState::new("new".into(), Some(2), Some(&old));
-        assert!(new.admit().is_none());
+        assert!(new.admit().is_err());
         drop(one);
         let three = new.admit().unwrap();
-        assert!(new.admit().is_none());
+        assert!(new.admit().is_err());
         // Each shows its own.
         assert_eq!((old.active(), new.active()), (1, 1));
         drop((two, three));
-        assert!(new.admit().is_some());
+        assert!(new.admit().is_ok());
     }
 
     #[test]

@@ -13,6 +13,7 @@
 //! - [`bpf`] redirects packets between sockets inside the kernel, [`tcp_written`] counts what is on its way.
 //! - [`tun`] moves Ethernet frames between TAP interfaces and guest memory, [`xdp`] between queues of
 //!   other interfaces and guest memory (AF_XDP).
+//! - [`PrivateMemory`] goes back to the system when it is dropped.
 //! - [`affinity`] pins threads, [`network`] isolates them, [`OwnerLock`] knows which of them holds it.
 //!
 //! # Invariants
@@ -32,6 +33,7 @@ pub mod network;
 pub mod notify;
 mod owner_lock;
 mod peer_fd;
+mod private_memory;
 pub mod reaper;
 pub mod reuseport;
 mod rtnetlink;
@@ -49,6 +51,7 @@ pub mod xdp;
 pub use log_limit::LogLimit;
 pub use owner_lock::{OwnerGuard, OwnerLock};
 pub use peer_fd::PeerFd;
+pub use private_memory::PrivateMemory;
 pub use slices::{
     MAX_SLICES, Received, read_slices, read_slices_at, read_slices_now, recv_packet_and_rights,
     recv_slices, recv_slices_and_rights, send_slices, send_slices_zero_copy, write_slices,

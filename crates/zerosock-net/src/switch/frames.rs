@@ -1,6 +1,5 @@
 //! The messages between ports, and the frames for a port.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -9,6 +8,7 @@ use zerosock_ring::{GuestSlice, Memory, Piece, SliceBuf};
 use zerosock_virtio::device::Message;
 use zerosock_virtio::outbox::DeviceAddr;
 
+use super::copies::Copies;
 use super::software;
 use crate::backend::{ADDRESSES_LEN, Addresses, Frame, MAX_PIECES};
 
@@ -63,21 +63,15 @@ pub(super) struct Batch {
 pub(super) struct Lent {
     header: Header,
     pub(super) len: usize,
-    /// The number of its sender, and whether other batches have it, too.
+    /// The number of its sender.
     pub(super) number: u64,
-    pub(super) is_flooded: bool,
+    /// What it counts as a frame for several ports; `None`: it is for this one only.
+    pub(super) charge: Option<usize>,
     addresses: Addresses,
     /// Its pieces among those of the batch.
     pieces: Range<usize>,
     /// Bytes of the pieces in front of what follows the addresses.
     skip: usize,
-}
-
-impl Lent {
-    /// How many pieces it has.
-    pub(super) fn pieces(&self) -> usize {
-        self.pieces.len()
-    }
 }
 
 impl Batch {
@@ -98,7 +92,7 @@ impl Batch {
         &mut self,
         frame: &Frame<'_>,
         addresses: &Addresses,
-        (number, is_flooded): (u64, bool),
+        (number, charge): (u64, Option<usize>),
     ) {
         self.bytes += frame.len;
         let Some(memory) = frame.memory else {
@@ -114,7 +108,7 @@ impl Batch {
             header: frame.header,
             len: frame.len,
             number,
-            is_flooded,
+            charge,
             addresses: *addresses,
             pieces: start..self.pieces.len(),
             skip: frame.skip,
@@ -234,9 +228,8 @@ pub(super) struct Losses {
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
     /// What is left of the last frame that was cut.
-    segments: VecDeque<Copied>,
-    waiting: VecDeque<Copied>,
-    waiting_bytes: usize,
+    segments: Copies,
+    waiting: Copies,
     batch: Option<Batch>,
     /// Frames that were taken of the batch.
     taken: usize,
@@ -249,7 +242,7 @@ impl Inbox {
     /// Adds a batch, which the next [`take_batch`](Self::take_batch) returns.
     pub(super) fn add_batch(&mut self, mut batch: Batch) {
         for (header, bytes) in batch.copies.drain(..) {
-            self.wait(bytes.len(), || (header, bytes));
+            self.wait(&Frame::of_bytes(header, &bytes));
         }
         (self.batch, self.taken) = (Some(batch), 0);
     }
@@ -259,8 +252,7 @@ impl Inbox {
     pub(super) fn take_batch(&mut self) -> Option<Batch> {
         let batch = self.batch.take()?;
         for index in self.taken..batch.frames.len() {
-            let wait = |frame: &Frame<'_>| self.wait(frame.len, || copied(frame));
-            batch.with_frame(index, wait);
+            batch.with_frame(index, |frame| self.wait(frame));
         }
         Some(batch)
     }
@@ -269,7 +261,7 @@ impl Inbox {
     #[inline]
     pub(super) fn next_len(&mut self) -> Option<usize> {
         self.cut_for_receiver();
-        match self.segments.front().or_else(|| self.waiting.front()) {
+        match self.segments.first().or_else(|| self.waiting.first()) {
             Some((_, bytes)) => Some(bytes.len()),
             None => Some(self.batch.as_ref()?.frames.get(self.taken)?.len),
         }
@@ -279,7 +271,7 @@ impl Inbox {
     #[inline]
     pub(super) fn with_next<T>(&mut self, take: impl FnOnce(&Frame<'_>) -> T) -> Option<T> {
         self.cut_for_receiver();
-        let copies = self.segments.front().or_else(|| self.waiting.front());
+        let copies = self.segments.first().or_else(|| self.waiting.first());
         match copies {
             Some((header, bytes)) => Some(take(&Frame::of_bytes(*header, bytes))),
             None => self.batch.as_ref()?.with_frame(self.taken, take),
@@ -289,29 +281,33 @@ impl Inbox {
     /// Removes the next frame.
     #[inline]
     pub(super) fn pop(&mut self) {
-        if self.segments.pop_front().is_none() {
+        if !self.segments.pop() {
             self.pop_whole();
         }
     }
 
     /// Removes the next frame that was not cut.
     fn pop_whole(&mut self) {
-        match self.waiting.pop_front() {
-            Some((_, bytes)) => self.waiting_bytes -= bytes.len(),
-            None => self.taken += 1,
+        if !self.waiting.pop() {
+            self.taken += 1;
         }
     }
 
-    /// Drops the frames that wait.
+    /// Drops the frames that wait, and gives their memory back.
     pub(super) fn clear(&mut self) {
         self.losses.unfit += (self.segments.len() + self.waiting.len()) as u64;
         self.segments.clear();
         self.waiting.clear();
-        self.waiting_bytes = 0;
     }
 
     pub(super) fn take_losses(&mut self) -> Losses {
         std::mem::take(&mut self.losses)
+    }
+
+    /// Bytes of memory for frames that wait.
+    #[cfg(test)]
+    pub(super) fn capacity(&self) -> usize {
+        self.segments.capacity() + self.waiting.capacity()
     }
 
     #[inline]
@@ -326,39 +322,49 @@ impl Inbox {
     fn cut(&mut self) {
         while self.segments.is_empty() {
             let offloads = self.offloads;
-            let unaccepted = |frame: &Frame<'_>| {
-                let is_accepted = software::is_accepted(&frame.header, frame.len, offloads);
-                (!is_accepted).then(|| copied(frame))
+            let is_accepted = |header: &Header, len| software::is_accepted(header, len, offloads);
+            let out = &mut self.segments;
+            let converted = match (self.waiting.first(), &self.batch) {
+                (Some((header, bytes)), _) => {
+                    if is_accepted(header, bytes.len()) {
+                        return;
+                    }
+                    software::convert(header, bytes, offloads, out)
+                }
+                (None, Some(batch)) => {
+                    let unaccepted = batch.with_frame(self.taken, |frame| {
+                        (!is_accepted(&frame.header, frame.len)).then(|| copied(frame))
+                    });
+                    let Some(Some((header, bytes))) = unaccepted else {
+                        return;
+                    };
+                    software::convert(&header, &bytes, offloads, out)
+                }
+                (None, None) => return,
             };
-            let frame = match self.waiting.front() {
-                Some((header, bytes)) => Some(unaccepted(&Frame::of_bytes(*header, bytes))),
-                None => (self.batch.as_ref()).and_then(|b| b.with_frame(self.taken, unaccepted)),
-            };
-            let Some(Some((header, bytes))) = frame else {
-                return;
-            };
+            if converted.is_none() {
+                out.clear();
+                self.losses.unfit += 1;
+            }
+            self.losses.copied += out.bytes() as u64;
             self.pop_whole();
-            let segments = software::convert(&header, bytes, offloads).unwrap_or_default();
-            // Each frame is converted once.
-            let accepted = segments
-                .into_iter()
-                .filter(|(header, bytes)| software::is_accepted(header, bytes.len(), offloads));
-            self.segments.extend(accepted);
-            let bytes = self.segments.iter().map(|(_, bytes)| bytes.len() as u64);
-            self.losses.copied += bytes.sum::<u64>();
-            self.losses.unfit += u64::from(self.segments.is_empty());
         }
     }
 
-    /// Has a frame of `len` bytes wait, if there is room.
-    fn wait(&mut self, len: usize, frame: impl FnOnce() -> Copied) {
-        if self.waiting.len() >= MAX_WAITING || self.waiting_bytes + len > MAX_WAITING_BYTES {
+    /// Has a frame wait, if there is room.
+    fn wait(&mut self, frame: &Frame<'_>) {
+        let has_room = self.waiting.len() < MAX_WAITING
+            && self.waiting.bytes() + frame.len <= MAX_WAITING_BYTES;
+        let place = match has_room {
+            true => self.waiting.add(frame.header, frame.len),
+            false => None,
+        };
+        let Some(place) = place else {
             self.losses.no_room += 1;
             return;
-        }
-        self.losses.copied += len as u64;
-        self.waiting_bytes += len;
-        self.waiting.push_back(frame());
+        };
+        copy(frame, &[], place);
+        self.losses.copied += frame.len as u64;
     }
 }
 

@@ -16,9 +16,14 @@
 //! - The addresses of a frame are read once. Its receiver gets those that decided where it goes.
 //! - A sender never waits for a receiver. A frame for which the receiver has no buffers waits in a copy,
 //!   and is dropped if 1024 frames, or 4 MiB, wait there already.
-//! - A frame for several ports counts once for each of them. A sender may have 1 MiB of such frames that
-//!   have not been copied to all receivers; further ones are dropped.
+//! - A frame for several ports counts once for each of them, and once for each segment where a receiver has it
+//!   cut. A sender may have 1 MiB of such frames that have not been copied to all receivers; further ones, and those
+//!   of more than 4096 segments in all, are dropped before a receiver has any work with them.
+//! - A frame that waits lies in memory that goes back to the system when it has left, or its receiver has.
 
+mod copies;
+#[cfg(test)]
+mod copies_tests;
 mod device;
 mod frames;
 mod port;

@@ -11,16 +11,20 @@ use zerosock_virtio::outbox::{DeviceAddr, Outbox};
 use zerosock_virtio::queues::Quiesced;
 
 use super::frames::{self, Batch, Content, Inbox, PortMessage};
+use super::software;
 use super::table::{Route, Switch};
 use crate::backend::{Addresses, Backend, Frame, FrameError, Half, Sent};
 use crate::model::ALL_OFFLOADS;
 use crate::stats::NetStats;
 
 /// Bytes of frames for several ports that one port has sent and that have not been copied to all of
-/// them: each frame counts once for each receiver. One frame is always sent.
+/// them: each frame counts once for each receiver, and each segment where a receiver has it cut. One frame
+/// is always sent, unless it has more than [`MAX_CUT`] segments in all.
 const MAX_FLOODED: usize = 1 << 20;
-/// Bytes that a frame for several ports counts at least.
+/// Bytes that a frame for several ports, or a segment of it, counts at least.
 const MIN_FLOODED: usize = 256;
+/// Segments of a frame for several ports, at all receivers that have it cut.
+const MAX_CUT: usize = MAX_FLOODED / MIN_FLOODED;
 /// Bytes that each of its pieces counts at least: their places are copied for each receiver.
 const MIN_PIECE: usize = size_of::<Piece>();
 /// Empty batches that a port keeps for the next frames.
@@ -66,9 +70,16 @@ struct Flood {
     left: usize,
 }
 
-/// What a frame for several ports counts for each receiver: see [`MAX_FLOODED`].
-fn flooded_bytes(len: usize, pieces: usize) -> usize {
-    len.max(MIN_FLOODED).max(MIN_PIECE * pieces)
+/// How many frames a receiver with these offloads makes of this one, and their bytes.
+fn cut(frame: &Frame<'_>, offloads: Offloads) -> (usize, usize) {
+    software::cut(&frame.header, frame.len, offloads)
+}
+
+/// What a frame for several ports counts for a receiver that makes so many frames of these bytes of it: see
+/// [`MAX_FLOODED`].
+fn flooded_bytes(frame: &Frame<'_>, (segments, len): (usize, usize)) -> usize {
+    let pieces = MIN_PIECE * frame.pieces.len();
+    (segments * len.max(MIN_FLOODED)).max(pieces)
 }
 
 impl Sender {
@@ -102,7 +113,7 @@ impl Sender {
         match self.last {
             // Within a turn, nothing changes the way of a frame.
             Some((last, at)) if last == *addresses => {
-                self.push(at, frame, addresses, (number, false));
+                self.push(at, frame, addresses, (number, None));
             }
             _ => match self.send_first(frame, addresses, number, now) {
                 Ok(true) => {}
@@ -128,27 +139,44 @@ impl Sender {
         let mut table = self.switch.table();
         let to = match table.route(self.addr, addresses, now) {
             Route::Nowhere => return Ok(false),
-            Route::Port(to) => vec![to],
+            Route::Port(to) => vec![(to, Offloads::ALL)],
             Route::Flood => table.others(self.addr).collect(),
         };
         drop(table);
         let is_flooded = to.len() > 1;
         // The receivers take a copy of a frame without memory at once.
         if is_flooded && frame.memory.is_some() {
-            let bytes = flooded_bytes(frame.len, frame.pieces.len()) * to.len();
-            if self.flooded > 0 && self.flooded + bytes > MAX_FLOODED {
-                return Err(FrameError::Refused);
-            }
-            self.flooded += bytes;
-            let left = to.len();
-            self.floods.push_back(Flood { number, left });
+            self.charge(frame, number, &to)?;
         }
-        for port in &to {
+        for (port, offloads) in &to {
+            let charge = is_flooded.then(|| flooded_bytes(frame, cut(frame, *offloads)));
             let at = self.batch(*port);
-            self.push(at, frame, addresses, (number, is_flooded));
+            self.push(at, frame, addresses, (number, charge));
             self.last = (to.len() == 1).then_some((*addresses, at));
         }
         Ok(!to.is_empty())
+    }
+
+    /// Charges a frame for several ports before any of them copies or cuts it.
+    fn charge(
+        &mut self,
+        frame: &Frame<'_>,
+        number: u64,
+        to: &[(DeviceAddr, Offloads)],
+    ) -> Result<(), FrameError> {
+        let (mut bytes, mut segments) = (0, 0);
+        for (_, offloads) in to {
+            let cut = cut(frame, *offloads);
+            bytes += flooded_bytes(frame, cut);
+            segments += cut.0;
+        }
+        if segments > MAX_CUT || self.flooded > 0 && self.flooded + bytes > MAX_FLOODED {
+            return Err(FrameError::Refused);
+        }
+        self.flooded += bytes;
+        let left = to.len();
+        self.floods.push_back(Flood { number, left });
+        Ok(())
     }
 
     /// The index of the batch for a port.
@@ -168,10 +196,10 @@ impl Sender {
         at: usize,
         frame: &Frame<'_>,
         addresses: &Addresses,
-        (number, is_flooded): (u64, bool),
+        (number, charge): (u64, Option<usize>),
     ) {
         if let Some((_, batch)) = self.out.get_mut(at) {
-            batch.push(frame, addresses, (number, is_flooded));
+            batch.push(frame, addresses, (number, charge));
         }
     }
 
@@ -184,12 +212,11 @@ impl Sender {
     pub(super) fn accept_returned(&mut self, batch: Batch) {
         self.lent = self.lent.saturating_sub(1);
         for frame in batch.frames() {
-            if !frame.is_flooded {
+            let Some(charge) = frame.charge else {
                 self.returned.push(frame.number);
                 continue;
-            }
-            let bytes = flooded_bytes(frame.len, frame.pieces());
-            self.flooded = self.flooded.saturating_sub(bytes);
+            };
+            self.flooded = self.flooded.saturating_sub(charge);
             let at = (self.floods).binary_search_by_key(&frame.number, |flood| flood.number);
             if let Some(flood) = at.ok().and_then(|at| self.floods.get_mut(at)) {
                 flood.left -= 1;
@@ -208,6 +235,15 @@ impl Sender {
     /// The number of a frame that no receiver needs any more, in any order.
     pub(super) fn pop_returned(&mut self) -> Option<u64> {
         self.returned.pop()
+    }
+
+    /// Gives back the memory of lists that are empty.
+    fn shrink(&mut self) {
+        self.spare = Vec::new();
+        self.floods.shrink_to_fit();
+        self.returned.shrink_to_fit();
+        self.out.shrink_to_fit();
+        self.returning.shrink_to_fit();
     }
 
     /// Whether all memory has come back.
@@ -271,11 +307,15 @@ impl Backend for SwitchPort {
 
     fn set_offloads(&mut self, offloads: Offloads) -> io::Result<()> {
         self.inbox.offloads = offloads;
+        let table = &self.sender.switch;
+        table.table().set_offloads(self.sender.addr, offloads);
         Ok(())
     }
 
+    /// The memory of frames for a driver goes with it.
     fn set_active(&mut self, _: usize, active: bool) -> io::Result<()> {
         self.active = active;
+        self.sender.shrink();
         let addr = self.sender.addr;
         self.sender.switch.table().set_active(addr, active);
         self.inbox.clear();

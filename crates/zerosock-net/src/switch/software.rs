@@ -3,6 +3,7 @@
 
 use zerosock_proto::wire::net::{Checksum, Gso, Header, Offloads, Repr, Segments};
 
+use super::copies::Copies;
 use crate::checksum::{IPV4, IPV4_LEN, IPV6, add, complete_checksum, fold, network_header, put};
 
 /// Most segments of a frame: 64 KiB in segments of 256 bytes.
@@ -28,36 +29,65 @@ pub(super) fn is_accepted(header: &Header, len: usize, offloads: Offloads) -> bo
     Repr::parse(header, len, offloads).is_ok()
 }
 
-/// The frames in the place of `frame` for a receiver with these offloads. `None` if the frame is not
-/// what its header says, or has too many segments.
+/// How many frames a receiver with these offloads gets in the place of this one, at most, and the bytes of
+/// each. A frame that such a receiver drops counts as one that it cuts.
+pub(super) fn cut(header: &Header, len: usize, offloads: Offloads) -> (usize, usize) {
+    if is_accepted(header, len, offloads) {
+        return (1, len);
+    }
+    match Repr::parse(header, len, Offloads::ALL) {
+        Ok(Repr {
+            checksum: Checksum::Partial { start, .. },
+            gso: Some(gso),
+        }) => {
+            // The shortest headers leave the most payload.
+            let headers = usize::from(start) + TCP_LEN;
+            let size = usize::from(gso.size);
+            let segments = len.saturating_sub(headers).div_ceil(size);
+            (segments.clamp(1, MAX_SEGMENTS), len.min(headers + size))
+        }
+        _ => (1, len),
+    }
+}
+
+/// Adds the frames in the place of `frame` for a receiver with these offloads to `out`. `None` if the frame
+/// is not what its header says, has too many segments, or there is no memory; some may have been added.
 pub(super) fn convert(
     header: &Header,
-    mut frame: Vec<u8>,
+    frame: &[u8],
     offloads: Offloads,
-) -> Option<Vec<(Header, Vec<u8>)>> {
+    out: &mut Copies,
+) -> Option<()> {
     let repr = Repr::parse(header, frame.len(), Offloads::ALL).ok()?;
     let Checksum::Partial { start, offset } = repr.checksum else {
-        return Some(vec![(*header, frame)]);
+        out.add(*header, frame.len())?.copy_from_slice(frame);
+        return Some(());
     };
     let (start, offset) = (usize::from(start), usize::from(offset));
     let Some(gso) = repr.gso else {
-        complete_checksum(&mut frame, start, offset)?;
-        return Some(vec![(Header::default(), frame)]);
+        let place = out.add(Header::default(), frame.len())?;
+        place.copy_from_slice(frame);
+        return complete_checksum(place, start, offset);
     };
-    let partial = Repr { gso: None, ..repr }.emit();
-    let segments = segment(&frame, start, gso)?.into_iter();
-    let finished = segments.map(|mut segment| match offloads.csum {
-        true => Some((partial, segment)),
-        false => {
-            complete_checksum(&mut segment, start, CHECKSUM)?;
-            Some((Header::default(), segment))
-        }
-    });
-    finished.collect()
+    let header = match offloads.csum {
+        true => Repr { gso: None, ..repr }.emit(),
+        false => Header::default(),
+    };
+    let finish = |segment: &mut [u8]| match offloads.csum {
+        true => Some(()),
+        false => complete_checksum(segment, start, CHECKSUM),
+    };
+    segment(frame, (start, gso), (out, header), finish)
 }
 
-/// The segments of a frame with a TCP header at `start`, with partial checksums.
-fn segment(frame: &[u8], start: usize, gso: Gso) -> Option<Vec<Vec<u8>>> {
+/// Adds the segments of a frame with a TCP header at `start` to `out`, each with this header. Their checksums
+/// are partial; `finish` may change that.
+fn segment(
+    frame: &[u8],
+    (start, gso): (usize, Gso),
+    (out, header): (&mut Copies, Header),
+    finish: impl Fn(&mut [u8]) -> Option<()>,
+) -> Option<()> {
     let ip = ip_header(frame, gso.kind, start)?;
     let tcp = frame.get(start..)?;
     let tcp_len = usize::from(*tcp.get(DATA_OFFSET)? >> 4) * 4;
@@ -72,30 +102,32 @@ fn segment(frame: &[u8], start: usize, gso: Gso) -> Option<Vec<Vec<u8>>> {
     let sequence = u32::from_be_bytes(*tcp.get(SEQUENCE..)?.first_chunk()?);
     let id = u16::from_be_bytes(*frame.get(ip + 4..)?.first_chunk()?);
     let count = payload.len().div_ceil(size).max(1);
-    let mut segments = Vec::with_capacity(count);
     for index in 0..count {
         let rest = payload.get(index * size..)?;
         let part = rest.get(..size).unwrap_or(rest);
-        let mut segment = [headers, part].concat();
+        let segment = out.add(header, headers.len() + part.len())?;
+        let (of_headers, of_payload) = segment.split_at_mut_checked(headers.len())?;
+        of_headers.copy_from_slice(headers);
+        of_payload.copy_from_slice(part);
         let addresses = match gso.kind {
             Segments::Tcp4 => {
                 let len = u16::try_from(segment.len() - ip).ok()?;
-                put(&mut segment, ip + 2, len)?;
-                put(&mut segment, ip + 4, id.wrapping_add(index as u16))?;
-                put(&mut segment, ip + 10, 0)?;
+                put(segment, ip + 2, len)?;
+                put(segment, ip + 4, id.wrapping_add(index as u16))?;
+                put(segment, ip + 10, 0)?;
                 let sum = !fold(add(0, segment.get(ip..start)?));
-                put(&mut segment, ip + 10, sum)?;
+                put(segment, ip + 10, sum)?;
                 segment.get(ip + 12..ip + 20)?
             }
             Segments::Tcp6 => {
                 let len = u16::try_from(segment.len() - ip - IPV6_LEN).ok()?;
-                put(&mut segment, ip + 4, len)?;
+                put(segment, ip + 4, len)?;
                 segment.get(ip + 8..ip + 40)?
             }
         };
         // TCP has number 6 and is padded to 4 bytes in the pseudo header of IPv6; the sum is the same.
         let pseudo = add(6 + (segment.len() - start) as u32, addresses);
-        put(&mut segment, start + CHECKSUM, fold(pseudo))?;
+        put(segment, start + CHECKSUM, fold(pseudo))?;
         let at = sequence.wrapping_add((index * size) as u32);
         let place = segment.get_mut(start + SEQUENCE..)?.first_chunk_mut()?;
         *place = at.to_be_bytes();
@@ -106,9 +138,9 @@ fn segment(frame: &[u8], start: usize, gso: Gso) -> Option<Vec<Vec<u8>>> {
         if index + 1 < count {
             *flags &= !LAST_ONLY;
         }
-        segments.push(segment);
+        finish(segment)?;
     }
-    Some(segments)
+    Some(())
 }
 
 /// The place of the IP header of a frame with a TCP header at `start`.
@@ -131,7 +163,7 @@ mod tests {
     use zerosock_proto::wire::net::{ETHERNET_LEN, GSO_TCPV6, NEEDS_CSUM};
 
     /// A frame of TCP over IPv6 in segments of one byte, with the TCP header at `start`.
-    fn segments(start: usize, payload: usize) -> Option<Vec<(Header, Vec<u8>)>> {
+    fn tso(start: usize, payload: usize) -> (Header, Vec<u8>) {
         let mut frame = vec![0; start + TCP_LEN + payload];
         frame[12..14].copy_from_slice(&[0x86, 0xdd]);
         frame[start + DATA_OFFSET] = 5 << 4;
@@ -142,15 +174,42 @@ mod tests {
         header.set_hdr_len((start + TCP_LEN) as u16);
         header.set_csum_start(start as u16);
         header.set_csum_offset(CHECKSUM as u16);
-        convert(&header, frame, Offloads::default())
+        (header, frame)
+    }
+
+    /// How many segments it has.
+    fn segments(start: usize, payload: usize) -> Option<usize> {
+        let (header, frame) = tso(start, payload);
+        let mut out = Copies::default();
+        convert(&header, &frame, Offloads::default(), &mut out)?;
+        Some(out.len())
     }
 
     #[test]
     fn the_headers_that_each_segment_repeats_are_bounded() {
-        let all = segments(ETHERNET_LEN + IPV6_LEN, 200).unwrap();
-        assert_eq!(all.len(), 200);
-        assert!(segments(MAX_HEADERS - TCP_LEN, 200).is_some());
-        assert!(segments(MAX_HEADERS - TCP_LEN + 1, 200).is_none());
-        assert!(segments(60_000, 200).is_none());
+        assert_eq!(segments(ETHERNET_LEN + IPV6_LEN, 200), Some(200));
+        assert_eq!(segments(MAX_HEADERS - TCP_LEN, 200), Some(200));
+        assert_eq!(segments(MAX_HEADERS - TCP_LEN + 1, 200), None);
+        assert_eq!(segments(60_000, 200), None);
+    }
+
+    #[test]
+    fn the_number_of_segments_is_known_before_a_frame_is_cut() {
+        let start = ETHERNET_LEN + IPV6_LEN;
+        for (payload, wanted) in [(0, 1), (1, 1), (200, 200), (256, 256), (257, 256)] {
+            let (mut header, frame) = tso(start, payload);
+            let cut = |header: &Header, offloads| cut(header, frame.len(), offloads);
+            let least = start + TCP_LEN + payload.min(1);
+            assert_eq!(cut(&header, Offloads::default()), (wanted, least));
+            assert_eq!(cut(&header, Offloads::ALL), (1, frame.len()));
+            if payload <= MAX_SEGMENTS {
+                assert_eq!(segments(start, payload), Some(wanted));
+            }
+            // The length of the headers that a sender claims changes nothing.
+            header.set_hdr_len(frame.len() as u16);
+            assert_eq!(cut(&header, Offloads::default()).0, wanted);
+            header.set_gso_type(0);
+            assert_eq!(cut(&header, Offloads::default()), (1, frame.len()));
+        }
     }
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use zerosock_proto::Instant;
-use zerosock_proto::wire::net::Mac;
+use zerosock_proto::wire::net::{Mac, Offloads};
 use zerosock_virtio::outbox::DeviceAddr;
 
 use crate::backend::Addresses;
@@ -87,6 +87,8 @@ struct Port {
     learned: usize,
     /// A driver uses it.
     active: bool,
+    /// Those that it takes.
+    offloads: Offloads,
 }
 
 #[derive(Debug)]
@@ -147,6 +149,7 @@ impl Table {
             addr,
             learned: 0,
             active: false,
+            offloads: Offloads::default(),
         });
         if let Some(mac) = mac {
             let entry = Entry {
@@ -175,6 +178,13 @@ impl Table {
                 let entries = &mut self.entries;
                 entries.retain(|_, entry| entry.port != addr || entry.seen.is_none());
             }
+        }
+    }
+
+    /// The port takes frames with these offloads from now on. Others are cut there.
+    pub(super) fn set_offloads(&mut self, addr: DeviceAddr, offloads: Offloads) {
+        if let Some(port) = self.port(addr) {
+            port.offloads = offloads;
         }
     }
 
@@ -250,11 +260,11 @@ impl Table {
         });
     }
 
-    /// The ports in use other than `from`.
-    pub(super) fn others(&self, from: DeviceAddr) -> impl Iterator<Item = DeviceAddr> {
+    /// The ports in use other than `from`, and the offloads that they take.
+    pub(super) fn others(&self, from: DeviceAddr) -> impl Iterator<Item = (DeviceAddr, Offloads)> {
         let others = self.ports.iter();
         let others = others.filter(move |port| port.active && port.addr != from);
-        others.map(|port| port.addr)
+        others.map(|port| (port.addr, port.offloads))
     }
 }
 
@@ -312,7 +322,10 @@ mod tests {
         let mut broadcast = frame(0, 1);
         broadcast[..6].fill(0xff);
         assert_eq!(table.route(A, &broadcast, at(0)), Route::Flood);
-        assert_eq!(table.others(A).collect::<Vec<_>>(), [B]);
+        assert_eq!(
+            table.others(A).map(|(port, _)| port).collect::<Vec<_>>(),
+            [B]
+        );
         broadcast[6..].fill(0xff);
         table.route(A, &broadcast, at(0));
         assert_eq!(table.entries.len(), 1);

@@ -116,6 +116,7 @@ impl<B: Backend<Message = Never>> Uplink<B> {
         }
         let mut inbox = Inbox::default();
         inbox.offloads = Offloads::of_device(features);
+        switch.table().set_offloads(config.addr, inbox.offloads);
         Ok(Uplink {
             config,
             backend,
@@ -258,6 +259,7 @@ impl<B: Backend<Message = Never>> Uplink<B> {
             let name = &self.config.name;
             tracing::error!("{name}: the uplink has gone: {error}");
             self.readable.clear();
+            self.inbox.clear();
             self.sender
                 .switch
                 .table()

@@ -395,6 +395,23 @@ fn frames_for_several_ports_are_limited_until_all_have_them() {
     a.send(0, &Header::default(), &again, &[]);
     a.wait_sent(0);
     assert_eq!(lan.stats(0).tx_refused, 4);
+    // 256 segments of one byte each are charged as 64 KiB at each receiver, before one of them cuts.
+    drop(a);
+    let mut a = lan.attach(0, F_CSUM | F_HOST_TSO4);
+    a.frontend.set_vring_enable(1, false).unwrap();
+    a.frontend.sync().unwrap();
+    for seed in 0..12 {
+        let (partial, bytes) = tcp(256, seed);
+        let mut header = tso(partial);
+        header.set_gso_size(1);
+        a.queue(0, &header, &addressed(bytes, BROADCAST, mac(0)));
+    }
+    a.frontend.set_vring_enable(1, true).unwrap();
+    for _ in 0..12 {
+        a.wait_sent(0);
+    }
+    let stats = lan.stats(0);
+    assert_eq!((stats.tx_frames, stats.tx_refused), (1 + 8 + 1 + 8, 4 + 4));
     lan.server.shutdown();
 }
 

@@ -121,7 +121,7 @@ fn add_tso(batch: &mut Batch, memory: &Arc<Memory>) {
         skip: ADDRESSES_LEN,
         slices: &[],
     };
-    batch.push(&frame, &addresses, (0, false));
+    batch.push(&frame, &addresses, (0, None));
 }
 
 /// Memory with the headers of TCP over IPv4 in front of zeroes.

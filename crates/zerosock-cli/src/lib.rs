@@ -20,6 +20,7 @@ mod number;
 mod perf;
 mod relay;
 mod serve;
+mod service_manager;
 mod signals;
 mod size;
 mod sockets;

@@ -1,8 +1,7 @@
-//! What `serve` logs and tells the service manager when it starts, reloads and stops.
+//! What `serve` logs when it starts, reloads and stops.
 
 use std::path::Path;
 
-use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock::daemon::Shares;
 
@@ -81,13 +80,5 @@ fn warn_about_long_ports(path: &Path) {
             path.display(),
             path.display()
         );
-    }
-}
-
-/// Notifies the service manager. Does nothing without one; a failure is logged and does not stop
-/// serving.
-pub(super) fn notify(state: &[NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(state) {
-        warn!("cannot notify the service manager: {error}");
     }
 }

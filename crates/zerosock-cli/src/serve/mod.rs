@@ -33,7 +33,7 @@ use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock::daemon::Daemon;
 
-use self::announce::{announce, announce_attach, announce_shares, announce_start, notify};
+use self::announce::{announce, announce_attach, announce_shares, announce_start};
 use self::args::ServeArgs;
 use self::claim::claim_sockets;
 use self::error::ServeError;
@@ -44,6 +44,7 @@ use self::stuck::StuckCalls;
 use self::watchdog::Watchdog;
 use crate::failure::Failure;
 use crate::logging;
+use crate::service_manager::notify;
 use crate::signals::{Signals, Wake};
 use crate::sockets::raise_descriptor_limit;
 

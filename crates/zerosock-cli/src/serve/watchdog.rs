@@ -10,7 +10,7 @@ use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock::daemon::Daemon;
 
-use super::announce::notify;
+use crate::service_manager::notify;
 
 /// State of the watchdog; see the module.
 pub(super) struct Watchdog {

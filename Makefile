@@ -65,7 +65,7 @@ install: $(BINARY)
 	cd $(BIN) && objcopy --strip-all --add-gnu-debuglink=.debug/zerosock.debug $(abspath $(BINARY)) zerosock
 	chmod 755 $(BIN)/zerosock
 	install -d $(UNITS)
-	for unit in zerosock.service zerosock@.service zerosock@.socket; do \
+	for unit in $(notdir $(wildcard dist/*.service dist/*.socket)); do \
 		sed 's,/usr/local/bin/,$(PREFIX)/bin/,' dist/$$unit > $(UNITS)/$$unit && chmod 644 $(UNITS)/$$unit || exit 1; \
 	done
 	install -D -m 644 dist/sysusers.conf $(DESTDIR)/usr/lib/sysusers.d/zerosock.conf

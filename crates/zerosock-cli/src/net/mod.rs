@@ -10,6 +10,7 @@ pub(crate) mod xdp;
 use std::time::Duration;
 
 use rustix::fs::Mode;
+use sd_notify::NotifyState;
 use tracing::info;
 use zerosock_sys::bpf;
 
@@ -19,6 +20,7 @@ use self::xdp::Interfaces;
 use crate::failure::Failure;
 use crate::logging;
 use crate::mode::parse_mode;
+use crate::service_manager::notify;
 use crate::signals::{Signals, signals_failed};
 use crate::sockets::Access;
 
@@ -41,6 +43,7 @@ pub(crate) fn main(args: NetArgs) -> Result<(), Failure> {
     // Before other threads start.
     drop_capabilities(uses_xdp)?;
     let serving = opened.serve()?;
+    notify(&[NotifyState::Ready]);
     let ended = signals.wait_for_end(serving.over(), || serving.report());
     let ended = ended.map_err(signals_failed)?;
     if let Some(name) = ended {

@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketType, sockopt};
+use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock::vsock::{Endpoint, Listener, Stream};
 use zerosock::{Address, Cid, Port};
@@ -34,6 +35,7 @@ use super::args::RelayArgs;
 use super::end::End;
 use crate::failure::Failure;
 use crate::nc::endpoint::{Endpoint as AttachedEnd, Peer, Role};
+use crate::service_manager::notify;
 use crate::signals::{Signals, signals_failed};
 use crate::sockets::{self, SocketFile};
 
@@ -80,6 +82,7 @@ pub(super) fn run(args: &RelayArgs, signals: &Signals) -> Result<(), Failure> {
     let (source, _file) = source(attached, kernel, args)?;
     let targets = Arc::new(targets(attached, kernel, args)?);
     info!(from = %args.first, to = %args.second, "relaying");
+    notify(&[NotifyState::Ready]);
     let (over, done) = io::pipe().map_err(Failure::runtime)?;
     match source {
         Source::None => {

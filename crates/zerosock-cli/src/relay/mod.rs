@@ -7,6 +7,7 @@ mod attached;
 mod end;
 mod settings;
 
+use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock_relay::relay::{Relay, RelayConfig, RelayStats, StartError, Way};
 use zerosock_sys::bpf;
@@ -14,6 +15,7 @@ use zerosock_sys::bpf;
 use self::args::RelayArgs;
 use crate::failure::Failure;
 use crate::logging;
+use crate::service_manager::notify;
 use crate::signals::{Signals, signals_failed};
 use crate::sockets::raise_descriptor_limit;
 
@@ -62,6 +64,7 @@ fn run(mut config: RelayConfig, signals: &Signals) -> Result<(), Failure> {
         }
     }
     info!(from = %ends[0], to = %ends[1], %way, workers, "relaying");
+    notify(&[NotifyState::Ready]);
     let report = || log_counters(&relay.stats(), "counters");
     let ended = signals.wait_for_end(relay.over(), report);
     let ended = ended.map_err(signals_failed)?;

@@ -127,8 +127,7 @@ impl QueueState {
         }))
     }
 
-    /// Refuses a TAP of which more queues are open than `ours`, or whose owner is set and is another user than
-    /// `uid`.
+    /// Refuses a TAP of which more queues are open than `ours`, or that has an owner other than `uid`.
     fn check(self, ours: u32, uid: u32) -> Result<(), AccessError> {
         let QueueState { owner, open } = self;
         if open > ours {

@@ -118,6 +118,31 @@ fn reaches(from: &Endpoint, to: Address) -> bool {
     }
 }
 
+#[test]
+fn a_listening_rule_without_its_vm_is_named_in_the_log() {
+    let vm = "vms: [{guest_cid: 3, socket: @/vm3, uds_path: @/u3}]\n";
+    let one = "listen: [{on: 'unix:@/in', to: '7:80'}, {on: 'unix:@/other', to: '3:80'}, \
+               {on: 'unix:@/name', to: 'name:web:80'}, {on: 'unix:@/service', to: 'host:80'}]\n";
+    let warning = |said: &str| said.matches("no VM has CID").count();
+    let mut daemon = TestDaemon::new(&format!("{vm}{one}"));
+    let rule = format!("unix:{}=7:80: no VM has CID 7", daemon.at("in").display());
+    wait_until("a warning", || warning(&daemon.stderr()) == 1);
+    let said = daemon.stderr();
+    assert!(said.contains(&rule), "{said}");
+    let said = daemon.reload();
+    assert!(warning(&said) == 1 && said.contains(&rule), "{said}");
+    let seven = vm.replace("]", ", {guest_cid: 7, socket: @/vm7, uds_path: @/u7}]");
+    daemon.write(&format!("{seven}{one}"));
+    let said = daemon.reload();
+    assert_eq!(warning(&said), 0, "{said}");
+    daemon.stop();
+    // A process can attach with this CID.
+    let attach = "attach: {socket: @/attach}\n";
+    let mut daemon = TestDaemon::new(&format!("{vm}{one}{attach}"));
+    daemon.reload();
+    assert_eq!(warning(&daemon.stop()), 0);
+}
+
 const THREE: &str = "{guest_cid: 3, socket: @/vm3, uds_path: @/u3";
 const FOUR: &str = "{guest_cid: 4, socket: @/vm4, uds_path: @/u4";
 const ATTACH: &str = "attach: {socket: @/attach";

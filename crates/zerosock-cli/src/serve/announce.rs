@@ -4,8 +4,10 @@ use std::path::Path;
 
 use tracing::{info, warn};
 use zerosock::daemon::Shares;
+use zerosock::forward::Destination;
 
 use super::attach::Attach;
+use super::forward::Listen;
 use super::settings::{Host, Settings, Vm};
 use crate::sockets;
 
@@ -80,5 +82,21 @@ fn warn_about_long_ports(path: &Path) {
             path.display(),
             path.display()
         );
+    }
+}
+
+/// Warns of rules to a CID that no VM has, where no process can attach with it later.
+pub(super) fn warn_about_missing_cids(listen: &[Listen], vms: &[Vm], can_attach: bool) {
+    for rule in listen {
+        if let Destination::Cid(cid, _) = rule.to
+            && !can_attach
+            && !vms.iter().any(|vm| vm.cid == cid.get())
+        {
+            warn!(
+                "listen {}={}: no VM has CID {cid}, and no process can attach: clients of this rule are \
+                 refused; add the VM, or change the rule",
+                rule.on, rule.to
+            );
+        }
     }
 }

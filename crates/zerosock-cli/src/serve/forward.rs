@@ -62,7 +62,7 @@ pub(crate) struct Listen {
     #[serde(deserialize_with = "parsed")]
     pub(super) on: ListenAddress,
     #[serde(deserialize_with = "parsed")]
-    to: Destination,
+    pub(super) to: Destination,
     #[serde(default, deserialize_with = "networks")]
     allow: Vec<Network>,
     #[serde(default, deserialize_with = "networks")]

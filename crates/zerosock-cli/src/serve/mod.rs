@@ -33,7 +33,9 @@ use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock::daemon::Daemon;
 
-use self::announce::{announce, announce_attach, announce_shares, announce_start};
+use self::announce::{
+    announce, announce_attach, announce_shares, announce_start, warn_about_missing_cids,
+};
 use self::args::ServeArgs;
 use self::claim::claim_sockets;
 use self::error::ServeError;
@@ -84,6 +86,7 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     for rule in daemon.forward_stats() {
         info!(rule = rule.rule, "forwarding");
     }
+    warn_about_missing_cids(&settings.listen, &settings.vms, settings.attach.is_some());
     announce_shares(&shares);
     notify(&[NotifyState::Ready, NotifyState::Status(&status(&settings))]);
     let mut running = Running {

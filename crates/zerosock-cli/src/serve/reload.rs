@@ -16,7 +16,7 @@ use zerosock::forward::ListenRule;
 use zerosock_sys::reaper;
 
 use super::activation::Inherited;
-use super::announce::announce;
+use super::announce::{announce, warn_about_missing_cids};
 use super::args::ServeArgs;
 use super::attach::Attach;
 use super::backend;
@@ -126,6 +126,9 @@ impl Running {
             warn!("{fixed}");
         }
         changes.add.iter().for_each(announce);
+        // An attach socket stays.
+        let can_attach = self.settings.attach.is_some();
+        warn_about_missing_cids(&wanted.listen, &wanted.vms, can_attach);
         self.listen_files.extend(listen_files.drain());
         let listens = |on: &_| wanted.listen.iter().any(|rule| rule.on == *on);
         self.listen_files.retain(|on, _| listens(on));

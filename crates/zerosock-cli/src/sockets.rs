@@ -41,6 +41,11 @@ pub(crate) enum PathError {
     TooLong(usize),
     #[error("the path contains a NUL byte; remove it")]
     Nul,
+    #[error(
+        "a name that begins with `@` is an abstract socket, which has no owner or mode: give a path \
+         (./@ for a file of this name)"
+    )]
+    Abstract,
 }
 
 /// Checks a path without accessing the file system.
@@ -50,6 +55,7 @@ pub(crate) fn check_path(path: &Path) -> Result<(), PathError> {
         0 => Err(PathError::Empty),
         length if length > MAX_PATH => Err(PathError::TooLong(length)),
         _ if bytes.contains(&0) => Err(PathError::Nul),
+        _ if bytes.starts_with(b"@") => Err(PathError::Abstract),
         _ => Ok(()),
     }
 }
@@ -337,6 +343,8 @@ mod tests {
             "{said}"
         );
         assert_eq!(check_path(Path::new("")), Err(PathError::Empty));
+        assert_eq!(check_path(Path::new("@a")), Err(PathError::Abstract));
+        assert_eq!(check_path(Path::new("./@a")), Ok(()));
     }
 
     #[test]

@@ -9,6 +9,7 @@ mod process;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::net::Shutdown;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -529,12 +530,65 @@ fn a_guest_that_never_answers_ends_with_the_timeout() {
     );
 }
 
+/// Also without the capability that lets root pass the permissions of files.
+#[test]
+fn a_socket_without_permission_names_the_options_that_give_it() {
+    let dir = TestDir::new();
+    let path = dir.at("s");
+    let _listener = UnixListener::bind(&path).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o000)).unwrap();
+    let path = path.display();
+    for (words, wanted) in [
+        (
+            format!("nc unix:{path}"),
+            "--socket-group and --socket-mode",
+        ),
+        (
+            format!("nc hybrid:{path}:7"),
+            "--socket-group and --socket-mode",
+        ),
+        (
+            format!("nc attach:{path}:2:7"),
+            "--attach-mode and --socket-group",
+        ),
+        (
+            format!("relay unix:{path} tcp:127.0.0.1:1"),
+            "--socket-group and --socket-mode",
+        ),
+        (
+            format!("relay attach:{path}:2:7 tcp:127.0.0.1:1"),
+            "--attach-mode and --socket-group",
+        ),
+    ] {
+        let zerosock = zerosock();
+        let mut command = match rustix::process::geteuid().is_root() {
+            true => {
+                let mut command = Command::new("setpriv");
+                let bounds = "--bounding-set=-dac_override,-dac_read_search";
+                command.args([bounds, "--"]).arg(zerosock.get_program());
+                command
+            }
+            false => zerosock,
+        };
+        command.args(words.split(' '));
+        let ended = Running::start(&mut command).finish();
+        assert_eq!(ended.code, Some(1), "{words}: {}", ended.stderr);
+        for part in ["Permission denied", wanted] {
+            assert!(ended.stderr.contains(part), "{words}: {}", ended.stderr);
+        }
+    }
+}
+
 #[test]
 fn a_wrong_endpoint_exits_with_2_and_names_the_forms() {
     for (endpoint, wanted) in [
-        ("tcp:localhost:80", "give one of vsock:CID:PORT"),
+        ("nonsense:/x", "give one of vsock:CID:PORT"),
+        ("127.0.0.1:80", "nc has no TCP; use relay: `zerosock relay"),
         ("vsock:2:x", "`x` is not a port"),
-        ("hybrid:/tmp/x", "hybrid:PATH:PORT"),
+        (
+            "hybrid:/tmp/x",
+            "the port is missing; give hybrid:PATH:PORT",
+        ),
     ] {
         let ended = Running::start_with(&mut nc(&[endpoint])).finish();
         assert_eq!(ended.code, Some(2));

@@ -125,6 +125,10 @@ fn host_and_port(whole: &str, text: &str) -> Result<(Host, NonZeroU16), ParseTar
 fn path(whole: &str, text: &str) -> Result<PathBuf, ParseTargetError> {
     let problem = match text.len() {
         0 => "has no path".to_owned(),
+        _ if text.starts_with('@') => {
+            "names an abstract socket, which has no owner or mode: give a path (./@ for a file of this name)"
+                .to_owned()
+        }
         _ if text.contains('\0') => "has a NUL byte in its path".to_owned(),
         length if length > MAX_PATH => {
             format!("has a path of {length} bytes: a socket address has room for {MAX_PATH}")

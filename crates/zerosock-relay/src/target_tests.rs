@@ -106,6 +106,9 @@ fn refused_targets_say_why() {
         ("tcp:b\u{fc}cher.example:80", "xn--"),
         ("unix:", "has no path"),
         ("unix:a\0b", "NUL"),
+        ("unix:@name", "abstract socket"),
+        ("unix-dgram:@name", "abstract socket"),
+        ("unix-seqpacket:@name", "abstract socket"),
         (&long_path, "of 108 bytes"),
     ] {
         let error = text.parse::<Target>().unwrap_err().to_string();

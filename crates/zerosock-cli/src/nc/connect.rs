@@ -15,7 +15,7 @@ use super::deadline::{Deadline, timespec};
 use super::endpoint::Endpoint;
 use super::error::ConnectError;
 use super::listen::Acceptor;
-use zerosock_relay::relay::CLOSED_WITHOUT_OK;
+use zerosock_relay::relay::{CLOSED_WITHOUT_OK, NO_PERMISSION};
 
 /// What a reset in the place of an answer can mean: it carries no reason.
 pub(crate) const REFUSED_BY_PEER: &str = "no listener, its backlog is full, a target that does not accept, \
@@ -144,6 +144,7 @@ fn unix(path: &Path, kind: Kind, deadline: Deadline) -> Result<OwnedFd, ConnectE
                 (Errno::PROTOTYPE, Kind::Messages) => {
                     format!("{} is not a SOCK_SEQPACKET socket", path.display())
                 }
+                (Errno::ACCESS, _) => format!("connecting to {} ({NO_PERMISSION})", path.display()),
                 _ => format!("connecting to {}", path.display()),
             },
             source: errno.into(),

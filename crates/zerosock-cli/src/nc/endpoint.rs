@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use zerosock::attach::Name;
 use zerosock::vsock::{self, EndpointBuilder, OpenError};
+use zerosock_relay::relay;
 
 use crate::number::{self, CIDS, PORTS};
 use crate::sockets;
@@ -78,8 +79,25 @@ pub(crate) enum Peer {
 /// Why an argument does not parse as an endpoint. clap prints the argument before the error.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub(crate) enum EndpointError {
-    #[error("give one of {FORMS}")]
+    #[error("give one of {FORMS}, {ATTACHED_FORMS}")]
     Form,
+    /// The kind is known.
+    #[error("{0} is missing; give {1}")]
+    Missing(&'static str, &'static str),
+    /// This end of a relay would connect.
+    #[error(
+        "nc has no TCP; use relay: `zerosock relay unix-listen:/tmp/s {0}`, and `zerosock nc unix:/tmp/s` \
+         beside it. nc has {FORMS}, {ATTACHED_FORMS}"
+    )]
+    Tcp(String),
+    /// This end of a relay would listen.
+    #[error(
+        "nc has no TCP; use relay: `zerosock relay {0} unix:/tmp/s`, and `zerosock nc unix-listen:/tmp/s` \
+         beside it"
+    )]
+    TcpListen(String),
+    #[error("nc has no UDP; use relay, which joins UDP to other sockets with messages")]
+    Udp,
     #[error("`{0}` is not a CID; give {CIDS}")]
     Cid(String),
     #[error("`{0}` is neither a CID nor the name of a process; for a CID give {CIDS}")]
@@ -91,17 +109,23 @@ pub(crate) enum EndpointError {
 }
 
 /// The forms of an endpoint, for the error text.
-const FORMS: &str = "vsock:CID:PORT, vsock-listen:PORT, unix:PATH, unix-listen:PATH, hybrid:PATH:PORT, \
-     attach:PATH:CID:PORT, attach-listen:PATH:PORT, service:PATH:CID:PORT, service-listen:PATH:PORT";
+const FORMS: &str =
+    "vsock:CID:PORT, vsock-listen:PORT, unix:PATH, unix-listen:PATH, hybrid:PATH:PORT";
+
+/// Those of attached processes and services.
+pub(crate) const ATTACHED_FORMS: &str = "attach:PATH:CID:PORT, attach-listen:PATH:PORT, \
+    service:PATH:CID:PORT, service-listen:PATH:PORT";
 
 impl FromStr for Endpoint {
     type Err = EndpointError;
 
     fn from_str(text: &str) -> Result<Endpoint, EndpointError> {
         let (kind, rest) = text.split_once(':').ok_or(EndpointError::Form)?;
+        let missing = |what, form| EndpointError::Missing(what, form);
         match kind {
             "vsock" => {
-                let (cid, port) = rest.split_once(':').ok_or(EndpointError::Form)?;
+                let parts = rest.split_once(':');
+                let (cid, port) = parts.ok_or(missing("the CID or the port", "vsock:CID:PORT"))?;
                 let cid = parse_cid(cid).ok_or_else(|| EndpointError::Cid(cid.into()))?;
                 Ok(Endpoint::Vsock {
                     cid,
@@ -115,33 +139,61 @@ impl FromStr for Endpoint {
             "unix-listen" => Ok(Endpoint::UnixListen(parse_path(rest)?)),
             "hybrid" => {
                 // The path may contain colons, the port may not.
-                let (path, port) = path_and_port(rest)?;
+                let (path, port) = path_and_port(rest, "hybrid:PATH:PORT")?;
                 Ok(Endpoint::Hybrid { path, port })
             }
             "attach" => attach(Role::Process, rest),
             "attach-listen" => attach_listen(Role::Process, rest),
             "service" => attach(Role::Service, rest),
             "service-listen" => attach_listen(Role::Service, rest),
-            _ => Err(EndpointError::Form),
+            _ => Err(unknown(kind, text)),
         }
     }
 }
 
+/// Why a text of no known kind is refused. Other netcats have TCP.
+fn unknown(kind: &str, text: &str) -> EndpointError {
+    let kind = kind.to_ascii_lowercase();
+    let (is_tcp, listens) = (kind.starts_with("tcp"), kind.contains("listen"));
+    let whole = match is_tcp {
+        true => text.to_owned(),
+        false => format!("tcp:{text}"),
+    };
+    match whole.parse::<relay::Endpoint>() {
+        _ if kind.starts_with("udp") => EndpointError::Udp,
+        Ok(end) if end.listens() => EndpointError::TcpListen(end.to_string()),
+        Ok(end) => EndpointError::Tcp(end.to_string()),
+        Err(_) if is_tcp && listens => EndpointError::TcpListen("tcp-listen:ADDRESS:PORT".into()),
+        Err(_) if is_tcp => EndpointError::Tcp("tcp:HOST:PORT".into()),
+        Err(_) => EndpointError::Form,
+    }
+}
+
 /// Splits `PATH:PORT`. The path may contain colons, the port may not.
-fn path_and_port(text: &str) -> Result<(PathBuf, u32), EndpointError> {
-    let (path, port) = text.rsplit_once(':').ok_or(EndpointError::Form)?;
+fn path_and_port(text: &str, form: &'static str) -> Result<(PathBuf, u32), EndpointError> {
+    let parts = text.rsplit_once(':');
+    let (path, port) = parts.ok_or(EndpointError::Missing("the port", form))?;
     Ok((parse_path(path)?, parse_port(port)?))
 }
 
 fn attach_listen(role: Role, text: &str) -> Result<Endpoint, EndpointError> {
-    let (path, port) = path_and_port(text)?;
+    let form = match role {
+        Role::Process => "attach-listen:PATH:PORT",
+        Role::Service => "service-listen:PATH:PORT",
+    };
+    let (path, port) = path_and_port(text, form)?;
     Ok(Endpoint::AttachListen { role, path, port })
 }
 
 /// Parses `PATH:CID:PORT` or `PATH:NAME:PORT`.
 fn attach(role: Role, text: &str) -> Result<Endpoint, EndpointError> {
-    let (rest, port) = text.rsplit_once(':').ok_or(EndpointError::Form)?;
-    let (path, to) = rest.rsplit_once(':').ok_or(EndpointError::Form)?;
+    let form = match role {
+        Role::Process => "attach:PATH:CID:PORT",
+        Role::Service => "service:PATH:CID:PORT",
+    };
+    let missing = EndpointError::Missing("the CID or the port", form);
+    let (rest, port) = text.rsplit_once(':').ok_or(missing.clone())?;
+    let (path, to) = rest.rsplit_once(':').ok_or(missing)?;
     // No endpoint to connect to has these CIDs, but a process may have such a name.
     let number = match to {
         "hypervisor" | "local" => None,
@@ -304,11 +356,34 @@ mod tests {
 
     #[test]
     fn the_error_names_the_part_that_does_not_parse() {
+        let tcp = |end: &str| EndpointError::Tcp(end.into());
+        let listen = |end: &str| EndpointError::TcpListen(end.into());
+        let missing = EndpointError::Missing;
         for (text, wanted) in [
             ("", EndpointError::Form),
-            ("tcp:localhost:80", EndpointError::Form),
-            ("vsock:1234", EndpointError::Form),
-            ("hybrid:/tmp/a", EndpointError::Form),
+            ("nonsense", EndpointError::Form),
+            ("nonsense:/x", EndpointError::Form),
+            ("tcp:localhost:80", tcp("tcp:localhost:80")),
+            ("localhost:80", tcp("tcp:localhost:80")),
+            ("127.0.0.1:80", tcp("tcp:127.0.0.1:80")),
+            ("[::1]:80", tcp("tcp:[::1]:80")),
+            ("TCP:host:80,nodelay", tcp("tcp:HOST:PORT")),
+            ("tcp-listen:[::]:80", listen("tcp-listen:[::]:80")),
+            ("TCP-LISTEN:80", listen("tcp-listen:ADDRESS:PORT")),
+            ("udp:localhost:53", EndpointError::Udp),
+            (
+                "vsock:1234",
+                missing("the CID or the port", "vsock:CID:PORT"),
+            ),
+            ("hybrid:/tmp/a", missing("the port", "hybrid:PATH:PORT")),
+            (
+                "attach:/tmp/a",
+                missing("the CID or the port", "attach:PATH:CID:PORT"),
+            ),
+            (
+                "service-listen:/a",
+                missing("the port", "service-listen:PATH:PORT"),
+            ),
             ("vsock:x:1", EndpointError::Cid("x".into())),
             (
                 "vsock:4294967295:1",
@@ -321,7 +396,10 @@ mod tests {
             ),
             ("vsock-listen:-1", EndpointError::Port("-1".into())),
             ("hybrid:/tmp/a:b", EndpointError::Port("b".into())),
-            ("attach:/tmp/a:7", EndpointError::Form),
+            (
+                "attach:/tmp/a:7",
+                missing("the CID or the port", "attach:PATH:CID:PORT"),
+            ),
             (
                 "attach:/tmp/a:4294967295:7",
                 EndpointError::Peer("4294967295".into()),
@@ -335,5 +413,10 @@ mod tests {
         let error = long.parse::<Endpoint>().unwrap_err().to_string();
         assert!(error.contains("108 bytes"), "{error}");
         assert!("hybrid::5".parse::<Endpoint>().is_err());
+        let error = "unix-listen:@a"
+            .parse::<Endpoint>()
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("abstract socket"), "{error}");
     }
 }

@@ -3,9 +3,9 @@
 use std::fmt;
 use std::str::FromStr;
 
-use zerosock_relay::relay::Endpoint as KernelEnd;
+use zerosock_relay::relay::{Endpoint as KernelEnd, FORMS, ParseEndpointError};
 
-use crate::nc::endpoint::Endpoint as AttachedEnd;
+use crate::nc::endpoint::{ATTACHED_FORMS, Endpoint as AttachedEnd};
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) enum End {
@@ -25,7 +25,10 @@ impl FromStr for End {
             }
             _ => match text.parse() {
                 Ok(end) => Ok(End::Kernel(end)),
-                Err(error) => Err(format!("{error}")),
+                Err(ParseEndpointError::Kind(text)) => Err(format!(
+                    "`{text}` is no endpoint: give one of {FORMS}, {ATTACHED_FORMS}"
+                )),
+                Err(error) => Err(error.to_string()),
             },
         }
     }
@@ -70,7 +73,13 @@ mod tests {
         ] {
             assert_eq!(text.parse::<End>().unwrap().to_string(), shown);
         }
-        assert!("attach:/a".parse::<End>().is_err());
-        assert!("nonsense".parse::<End>().is_err());
+        let said = |text: &str| text.parse::<End>().unwrap_err();
+        let missing = said("attach:/a");
+        assert!(missing.contains("attach:PATH:CID:PORT"), "{missing}");
+        let forms = said("nonsense");
+        for form in FORMS.split(", ").chain(ATTACHED_FORMS.split(", ")) {
+            assert!(forms.contains(form), "{form}: {forms}");
+            assert_eq!(forms.matches(form).count(), 1, "{form}: {forms}");
+        }
     }
 }

@@ -35,7 +35,22 @@ fn what_is_wrong_is_said_with_the_fix() {
             2,
             "tcp-listen:127.0.0.1:8080",
         ),
-        (&["http:x", "tcp:x:1"], 2, "is no endpoint"),
+        (&["http:x", "tcp:x:1"], 2, "service-listen:PATH:PORT"),
+        (
+            &["TCP-LISTEN:80,fork", "tcp:x:1"],
+            2,
+            "in lower case and without options of socat, as tcp-listen:ADDRESS:PORT",
+        ),
+        (
+            &["tcp-listen:127.0.0.1:65536", "tcp:x:1"],
+            2,
+            "from 0 to 65535",
+        ),
+        (
+            &["unix-listen:@name", "tcp:x:1"],
+            2,
+            "names an abstract socket",
+        ),
         (
             &["udp-listen:127.0.0.1:0", "tcp:127.0.0.1:1"],
             2,

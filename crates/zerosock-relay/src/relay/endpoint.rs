@@ -48,13 +48,20 @@ pub enum Endpoint {
 
 /// Why a text is no endpoint.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("{0}")]
-pub struct ParseEndpointError(String);
+#[non_exhaustive]
+pub enum ParseEndpointError {
+    /// It begins with the name of no kind.
+    #[error("`{0}` is no endpoint: give one of {FORMS}")]
+    Kind(String),
+    /// Another fault, with its remedy.
+    #[error("{0}")]
+    Fault(String),
+}
 
 /// The forms of an endpoint.
 pub const FORMS: &str = "tcp:HOST:PORT, tcp-listen:ADDRESS:PORT, udp:HOST:PORT, udp-listen:ADDRESS:PORT, \
      unix:PATH, unix-listen:PATH, unix-dgram:PATH, unix-dgram-listen:PATH, unix-seqpacket:PATH, \
-     unix-seqpacket-listen:PATH, hybrid:PATH:PORT, vsock:CID:PORT or vsock-listen:PORT";
+     unix-seqpacket-listen:PATH, hybrid:PATH:PORT, vsock:CID:PORT, vsock-listen:PORT";
 
 impl Endpoint {
     /// Whether peers connect to it, rather than it to a peer.
@@ -105,7 +112,7 @@ impl FromStr for Endpoint {
     type Err = ParseEndpointError;
 
     fn from_str(text: &str) -> Result<Endpoint, ParseEndpointError> {
-        let (kind, rest) = text.split_once(':').ok_or_else(|| no_form(text))?;
+        let (kind, rest) = text.split_once(':').ok_or_else(|| no_kind(text))?;
         Ok(match kind {
             "tcp-listen" => Endpoint::TcpListen(address(kind, rest)?),
             "udp-listen" => Endpoint::UdpListen(address(kind, rest)?),
@@ -114,14 +121,16 @@ impl FromStr for Endpoint {
             "unix-dgram-listen" => Endpoint::UnixDatagramListen(path(rest)?),
             "hybrid" => {
                 // The path may contain colons, the port may not.
-                let (before, port) = rest.rsplit_once(':').ok_or_else(|| no_form(text))?;
+                let parts = rest.rsplit_once(':');
+                let (before, port) = parts.ok_or_else(|| no_port(text, "hybrid:PATH:PORT"))?;
                 Endpoint::Hybrid {
                     path: path(before)?,
                     port: self::port(port)?,
                 }
             }
             "vsock" => {
-                let (cid, port) = rest.split_once(':').ok_or_else(|| no_form(text))?;
+                let parts = rest.split_once(':');
+                let (cid, port) = parts.ok_or_else(|| no_port(text, "vsock:CID:PORT"))?;
                 Endpoint::Vsock {
                     cid: self::cid(cid)?,
                     port: self::port(port)?,
@@ -130,23 +139,47 @@ impl FromStr for Endpoint {
             "vsock-listen" => Endpoint::VsockListen { port: port(rest)? },
             "tcp" | "udp" | "unix" | "unix-dgram" | "unix-seqpacket" => {
                 let target = text.parse::<Target>();
-                Endpoint::Connect(target.map_err(|error| ParseEndpointError(error.to_string()))?)
+                Endpoint::Connect(target.map_err(fault)?)
             }
-            _ => return Err(no_form(text)),
+            _ => return Err(no_kind(text)),
         })
     }
 }
 
-fn no_form(text: &str) -> ParseEndpointError {
-    ParseEndpointError(format!("`{text}` is no endpoint: give {FORMS}"))
+fn fault(text: impl fmt::Display) -> ParseEndpointError {
+    ParseEndpointError::Fault(text.to_string())
+}
+
+/// A text of no known kind. Those of socat are in upper case, as `TCP-LISTEN:80,fork` or `UNIX-CONNECT:/s`.
+fn no_kind(text: &str) -> ParseEndpointError {
+    let kind = text.split(':').next().unwrap_or_default();
+    let lower = kind.to_ascii_lowercase().replace(['4', '6'], "");
+    let lower = lower.strip_suffix("-connect").unwrap_or(&lower);
+    let mut forms = FORMS.split(", ");
+    let form = forms.find(|form| form.split(':').next() == Some(lower));
+    match form.filter(|_| kind != lower) {
+        Some(form) => fault(format_args!(
+            "`{text}` is no endpoint: write `{lower}` in lower case and without options of socat, as {form}"
+        )),
+        None => ParseEndpointError::Kind(text.into()),
+    }
+}
+
+fn no_port(text: &str, form: &str) -> ParseEndpointError {
+    fault(format_args!("`{text}` has no port: give {form}"))
 }
 
 fn address(kind: &str, text: &str) -> Result<SocketAddr, ParseEndpointError> {
-    text.parse().map_err(|_| {
-        ParseEndpointError(format!(
+    let (host, port) = text.rsplit_once(':').unwrap_or_default();
+    let is_host = format!("{host}:0").parse::<SocketAddr>().is_ok();
+    text.parse().map_err(|_| match is_host {
+        true => fault(format_args!(
+            "`{port}` is no port in `{kind}:{text}`: give a number from 0 to 65535 (0 is a free one)"
+        )),
+        false => fault(format_args!(
             "`{text}` is no address to listen on: give an IP address and a port, such as \
              {kind}:127.0.0.1:8080 or {kind}:[::]:8080 (all addresses of this machine)"
-        ))
+        )),
     })
 }
 
@@ -154,8 +187,8 @@ fn address(kind: &str, text: &str) -> Result<SocketAddr, ParseEndpointError> {
 fn path(text: &str) -> Result<PathBuf, ParseEndpointError> {
     match format!("unix:{text}").parse() {
         Ok(Target::Unix(path)) => Ok(path),
-        Ok(_) => Err(no_form(text)),
-        Err(error) => Err(ParseEndpointError(error.to_string())),
+        Ok(_) => Err(no_kind(text)),
+        Err(error) => Err(fault(error)),
     }
 }
 
@@ -163,7 +196,7 @@ fn path(text: &str) -> Result<PathBuf, ParseEndpointError> {
 fn cid(text: &str) -> Result<u32, ParseEndpointError> {
     let cid = text.parse().ok().filter(|&cid| cid != Cid::ANY);
     cid.map(Cid::get).ok_or_else(|| {
-        ParseEndpointError(format!(
+        fault(format_args!(
             "`{text}` is no CID: give a number from 0 to 4294967294, also as 0x3, or hypervisor, \
              local or host (2)"
         ))
@@ -174,7 +207,7 @@ fn cid(text: &str) -> Result<u32, ParseEndpointError> {
 fn port(text: &str) -> Result<u32, ParseEndpointError> {
     let port = text.parse().ok().filter(|&port| port != Port::ANY);
     port.map(Port::get).ok_or_else(|| {
-        ParseEndpointError(format!(
+        fault(format_args!(
             "`{text}` is no port: give a number from 0 to 4294967294, also as 0x16"
         ))
     })
@@ -253,6 +286,19 @@ mod tests {
             ("tcp-listen:localhost:8080", "tcp-listen:127.0.0.1:8080"),
             ("tcp:localhost", "has no port"),
             ("unix-listen:", "has no path"),
+            ("unix-listen:@x", "`unix:@x` names an abstract socket"),
+            ("hybrid:@x:1", "abstract socket"),
+            ("tcp-listen:127.0.0.1:65536", "number from 0 to 65535"),
+            ("udp-listen:[::]:x", "`x` is no port in `udp-listen:[::]:x`"),
+            ("tcp:127.0.0.1:0", "number from 1 to 65535"),
+            ("hybrid:/tmp/a", "has no port: give hybrid:PATH:PORT"),
+            ("vsock:22", "has no port: give vsock:CID:PORT"),
+            ("TCP-LISTEN:80,fork", "as tcp-listen:ADDRESS:PORT"),
+            ("TCP4-LISTEN:80", "write `tcp-listen` in lower case"),
+            ("TCP:host:80", "as tcp:HOST:PORT"),
+            ("UNIX-CONNECT:/s", "as unix:PATH"),
+            ("VSOCK-CONNECT:2:80", "as vsock:CID:PORT"),
+            ("OPENSSL:host:443", "give one of tcp:HOST:PORT"),
             ("hybrid:/tmp/a:x", "`x` is no port"),
             ("vsock:4294967295:1", "is no CID"),
             ("vsock:any:1", "local or host"),

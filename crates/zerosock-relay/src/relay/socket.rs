@@ -56,7 +56,7 @@ impl SocketKind {
         matches!(self, SocketKind::UnixPackets | SocketKind::UnixDatagrams)
     }
 
-    fn is_unix(self) -> bool {
+    pub(super) fn is_unix(self) -> bool {
         matches!(
             self,
             SocketKind::Unix | SocketKind::UnixPackets | SocketKind::UnixDatagrams

@@ -14,6 +14,10 @@ use crate::relay::open::Opened;
 use crate::relay::pair::{Pair, Reason, Source, Stage};
 use crate::relay::socket::Socket;
 
+/// What EACCES means for the path of a Unix socket.
+pub const NO_PERMISSION: &str = "this user may not write to the socket, or not enter its directory; \
+    --socket-group and --socket-mode of the program that made it permit it";
+
 impl RelayDevice {
     /// Begins a pair with a socket that was accepted, or with none.
     pub(super) fn begin(&mut self, accepted: Option<Socket>, source: Source, cx: &mut Context<'_>) {
@@ -24,10 +28,10 @@ impl RelayDevice {
         match (first, self.open(1)) {
             (Ok(first), Ok(second)) => self.add([first, second], source, cx),
             (Ok((side, _)), Err(errno)) => {
-                self.unreachable(source, 1, &errno);
+                self.unreachable(source, 1, &self.explain(1, &errno, errno));
                 side.socket.reset_on_close();
             }
-            (Err(errno), _) => self.unreachable(source, 0, &errno),
+            (Err(errno), _) => self.unreachable(source, 0, &self.explain(0, &errno, errno)),
         }
     }
 
@@ -131,7 +135,14 @@ impl RelayDevice {
         self.asked.remove(&(key, end));
         let connected = match result {
             Ok(connected) => connected,
-            Err(error) => return self.fail_connect(key, end, &error, cx),
+            Err(error) => {
+                let errno = match &error {
+                    ConnectError::Io(error) => Errno::from_io_error(error),
+                    _ => None,
+                };
+                let reason = self.explain(end, &error, errno.unwrap_or(Errno::IO));
+                return self.fail_connect(key, end, &reason, cx);
+            }
         };
         let Some(destination) = &self.plan.destinations[end] else {
             return;
@@ -208,6 +219,14 @@ impl RelayDevice {
                 }
             }
             _ => {}
+        }
+    }
+
+    /// An error for the log, with what it means for a Unix socket.
+    fn explain(&self, end: usize, error: &dyn std::fmt::Display, errno: Errno) -> String {
+        match errno {
+            Errno::ACCESS if self.plan.kind(end).is_unix() => format!("{error}: {NO_PERMISSION}"),
+            _ => error.to_string(),
         }
     }
 

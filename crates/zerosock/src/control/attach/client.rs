@@ -25,12 +25,23 @@ use zerosock_virtio::deadline::{deadline_in, timespec};
 /// The default time limit of attaching, and of each later request.
 pub const TIMEOUT: Duration = Duration::from_secs(10);
 
+/// What to do about an attach socket that cannot be connected to.
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => {
+            " (this user may not write to it, or not enter its directory; --attach-mode and --socket-group \
+             of `zerosock serve` permit it)"
+        }
+        _ => "",
+    }
+}
+
 /// Why a request to the attach server failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AttachError {
     /// No server listens at the path, or the socket cannot be reached.
-    #[error("cannot reach the attach socket {path}: {source}")]
+    #[error("cannot reach the attach socket {path}: {source}{}", remedy(source))]
     Connect {
         /// The path.
         path: String,

@@ -220,6 +220,30 @@ fn releases_are_compared_in_each_placement() {
     }
 }
 
+/// Each release measures its rings itself, once for all placements.
+#[test]
+fn rings_are_compared_in_the_first_placement() {
+    let own = env!("CARGO_BIN_EXE_zerosock-bench");
+    let case = "rings, 64 B, there and back";
+    let (tables, text) = bench(&["net", "--case", case, "--against-binary", own]);
+    let tables = match tables {
+        Value::Array(tables) => tables,
+        table => vec![table],
+    };
+    if is_missing(&tables[0], "namespace") {
+        let missing = &tables[0]["missing"];
+        let _ = writeln!(std::io::stdout(), "\nSKIPPED network: bench net: {missing}");
+        return;
+    }
+    let rows = tables
+        .iter()
+        .flat_map(|table| table["rows"].as_array().unwrap());
+    let rows: Vec<_> = rows.collect();
+    assert_eq!(rows.len(), 1, "{text}");
+    let has_cores = std::thread::available_parallelism().unwrap().get() > 1;
+    assert_eq!(rows[0]["ratio"].is_number(), has_cores, "{text}");
+}
+
 /// No ratio of a program and itself is above 1000, and one round has no interval.
 #[test]
 fn a_loss_fails_the_run_on_request_only() {

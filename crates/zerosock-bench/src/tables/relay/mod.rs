@@ -14,6 +14,7 @@ mod streams;
 mod vm;
 
 use std::cell::Cell;
+use std::rc::Rc;
 
 use zerosock_relay::relay::Way;
 
@@ -278,8 +279,12 @@ fn rate(bench: &mut Bench<'_>, name: &str) {
 
 fn guest(bench: &mut Bench<'_>, name: &str, traffic: Traffic) {
     // The length of a stream is not known before the first one.
-    let paths = PATHS.map(|path| (path.title(), (path, Cell::new(None))));
-    let release = |binary| (Path::Rule(binary), Cell::new(None));
+    let shared = Rc::new(Cell::new(None));
+    let paths = PATHS.map(|path| match path {
+        Path::Rule(_) => (path.title(), (path, shared.clone())),
+        _ => (path.title(), (path, Rc::default())),
+    });
+    let release = |binary| (Path::Rule(binary), shared.clone());
     let paths = bench.wanted_with(paths, release);
     let outcomes = bench.measure(name, &paths, |(path, length)| {
         let measure = |bytes| guest::measure(*path, traffic, bytes, bench);

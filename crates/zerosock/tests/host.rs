@@ -455,3 +455,56 @@ fn background_thread_accepts_processes_and_connections_while_the_program_makes_n
         assert_eq!(stream.read(&mut [0]).unwrap(), 0);
     }
 }
+
+#[test]
+fn stream_counts_its_own_bytes_by_every_way_to_send_and_receive() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("attach");
+    let host_endpoint = Host::builder().attach(&path).background().start().unwrap();
+    let listener = host_endpoint.listen(PORT, 4).unwrap();
+    let process = Endpoint::attach(&path).unwrap();
+    let other = process.connect(host(700)).unwrap();
+    let mut sender = process.connect(host(700)).unwrap();
+    let (mut to_other, _) = listener.accept().unwrap();
+    let (mut receiver, _) = listener.accept().unwrap();
+    // Another connection of the same endpoint does not count.
+    (&other).write_all(&[0; 1000]).unwrap();
+    to_other.read_exact(&mut [0; 1000]).unwrap();
+
+    // Copied on both sides: 1 + 2 + 4 + 8 bytes.
+    sender.write_all(&[1; 1]).unwrap();
+    let slices = [
+        std::io::IoSlice::new(&[2; 2]),
+        std::io::IoSlice::new(&[2; 4]),
+    ];
+    assert_eq!(sender.write_vectored(&slices).unwrap(), 6);
+    let mut batch = sender.batch();
+    batch.write(&[3; 8]).unwrap();
+    drop(batch);
+    receiver.read_exact(&mut [0; 15]).unwrap();
+    // Written and read in place: 16 on a lease, 32 shown.
+    for len in [16, 32] {
+        let mut loan = sender.loan(len).unwrap();
+        loan.write_all(&vec![4; len]).unwrap();
+        loan.send().unwrap();
+        if len == 16 {
+            assert_eq!(receiver.recv().unwrap().unwrap().len(), 16);
+        }
+    }
+    assert_eq!(
+        receiver
+            .recv_each(8, |shown| assert_eq!(shown.len(), 32))
+            .unwrap(),
+        1
+    );
+    // Not read yet.
+    sender.write_all(&[5; 64]).unwrap();
+    eventually("the last bytes arrive", || receiver.stats().received == 127);
+
+    let stats = sender.stats();
+    assert_eq!((stats.sent, stats.sent_in_place), (127, 48));
+    assert_eq!((stats.received, stats.received_in_place), (0, 0));
+    let stats = receiver.stats();
+    assert_eq!(stats.received_in_place, 48);
+    assert_eq!((stats.sent, stats.sent_in_place), (0, 0));
+}

@@ -8,8 +8,11 @@
 //! messages.
 
 mod calls;
+mod counts;
 mod options;
 pub(super) use calls::connection_calls;
+pub use counts::ConnectionStats;
+use counts::Counts;
 
 use std::io;
 use std::net::Shutdown;
@@ -55,6 +58,7 @@ pub(super) struct Connection {
     pub(super) peer: Address,
     pub(super) trust: Option<Trust>,
     pub(super) waits: CallWaits,
+    pub(super) counts: Counts,
     /// Boxed: rarely used.
     options: Box<Mutex<Options>>,
     /// The port that was bound before the connect, if any.
@@ -72,6 +76,7 @@ impl Connection {
             peer: info.peer,
             trust,
             waits: CallWaits::new(wait),
+            counts: Counts::default(),
             options,
             bound: None,
         }
@@ -116,6 +121,13 @@ impl Connection {
             .backend()
             .info(self.id)
             .map_or(StreamState::Reset, |info| info.state)
+    }
+
+    pub(super) fn stats(&self) -> ConnectionStats {
+        let mut locked = self.core.lock();
+        let info = locked.backend().info(self.id);
+        self.counts
+            .stats(info.map_or(0, |info| info.taken + info.unread as u64))
     }
 
     pub(super) fn read_wait_budget(&self) -> WaitBudget {

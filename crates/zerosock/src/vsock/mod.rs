@@ -81,6 +81,7 @@ pub use crate::fault::Fault;
 pub use crate::table::backend::EndpointStats;
 pub use crate::table::over::EndpointEnded;
 pub use crate::table::sockets::StreamState;
+pub use connection::ConnectionStats;
 pub use datagram::{
     Datagram, DatagramDrops, DatagramError, DatagramLease, DatagramLoan, DatagramStats,
     MAX_DATAGRAM,

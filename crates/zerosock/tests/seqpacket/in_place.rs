@@ -63,6 +63,10 @@ fn a_message_is_received_where_its_sender_has_it() {
         assert_eq!(place(lease.read().as_ptr()).0, memory);
     }
     drop(message);
+    for stats in [ours.stats(), theirs.stats()] {
+        assert_eq!((stats.received, stats.sent), (200_000, 200_000));
+        assert_eq!((stats.received_in_place, stats.sent_in_place), (200_000, 0));
+    }
     for stats in [hub.host.stats(), process.stats()] {
         assert_eq!(stats.received_in_place, 200_000);
         assert_eq!((stats.copied_aside, stats.copied_out), (0, 0));

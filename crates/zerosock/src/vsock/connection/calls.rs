@@ -53,6 +53,11 @@ macro_rules! connection_calls {
                 self.conn.state()
             }
 
+            /// Bytes that the connection has received and sent, in place and copied.
+            pub fn stats(&self) -> ConnectionStats {
+                self.conn.stats()
+            }
+
             /// The smallest and the largest receive buffer, in bytes.
             pub fn buffer_bounds(&self) -> (u32, u32) {
                 self.conn.options().bounds()

@@ -383,7 +383,14 @@ impl<'a> Loan<'a> {
         let settled = self.buffer.prepare_send(core, backend, self.filled > 0);
         settled.map_err(|_| SendFault::Unknown)?;
         let private = self.buffer.private(self.filled);
+        let in_place = private.is_none();
         let result = backend.send_loan(self.buffer.index, self.filled, private);
+        if let Ok(sent) = result {
+            self.conn.counts.add_sent(sent);
+            if in_place {
+                self.conn.counts.add_sent_in_place(sent);
+            }
+        }
         match result {
             Ok(sent) if sent < self.filled => {
                 // The rest stays in the loan for another try.

@@ -195,6 +195,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
                                 break;
                             }
                         };
+                        stream.conn.counts.add_lease(&parts);
                         bytes += parts.len;
                         add_leased(pages, &mut self.packets, &mut self.leases, stream, parts);
                     }

@@ -26,7 +26,7 @@ use zerosock_proto::wire::vsock::SocketType;
 
 use super::blocking::waiting_calls;
 use super::bound::Bound;
-use super::connection::{Connected, Connection, connection_calls};
+use super::connection::{Connected, Connection, ConnectionStats, connection_calls};
 use super::hub::{Core, Interest};
 use super::options::Options;
 use super::waiting::Wait;
@@ -201,9 +201,13 @@ impl SeqPacket {
     /// # Errors
     /// As [`recv`](Self::recv).
     pub fn recv_leases(&self) -> io::Result<Option<MessageLeases<'_>>> {
-        let got = self
-            .conn
-            .receive(|backend| backend.lease_message(self.conn.id))?;
+        let got = self.conn.receive(|backend| {
+            let got = backend.lease_message(self.conn.id)?;
+            for parts in got.iter().flat_map(|(parts, _)| parts) {
+                self.conn.counts.add_lease(parts);
+            }
+            Ok(got)
+        })?;
         let trust = self.conn.trust;
         Ok(got.map(|(parts, ends_record)| {
             MessageLeases::new(&self.conn.core, parts, trust, ends_record)
@@ -258,8 +262,12 @@ impl SeqPacket {
     /// sent.
     pub(super) fn begin(&self, slices: &[IoSlice<'_>], ends_record: bool) -> io::Result<bool> {
         let id = self.conn.id;
-        self.conn
-            .wait_for_room(|backend| backend.send_message(id, slices, ends_record))
+        self.conn.wait_for_room(|backend| {
+            let all = backend.send_message(id, slices, ends_record)?;
+            let len = slices.iter().map(|slice| slice.len()).sum();
+            self.conn.counts.add_sent(len);
+            Ok(all)
+        })
     }
 
     /// Lends buffers for one message of at most `len` bytes, in memory that the peer reads: the

@@ -28,7 +28,7 @@ use zerosock_proto::wire::vsock::SocketType;
 
 use super::blocking::waiting_calls;
 use super::bound::Bound;
-use super::connection::{Connected, Connection, connection_calls};
+use super::connection::{Connected, Connection, ConnectionStats, connection_calls};
 use super::hub::{Core, Interest};
 use super::lease::Lease;
 use super::loan::Loan;
@@ -117,7 +117,13 @@ impl Stream {
     /// # Errors
     /// `WouldBlock`, `TimedOut`; else a [`StreamError`](super::StreamError) is the source.
     pub fn recv(&self) -> io::Result<Option<Lease<'_>>> {
-        let got = self.receive(|backend| backend.lease(self.conn.id))?;
+        let got = self.receive(|backend| {
+            let got = backend.lease(self.conn.id)?;
+            if let Some(parts) = &got {
+                self.conn.counts.add_lease(parts);
+            }
+            Ok(got)
+        })?;
         Ok(got.map(|parts| Lease::new(&self.conn.core, parts, self.conn.trust)))
     }
 
@@ -134,7 +140,11 @@ impl Stream {
         let trust = self.conn.trust;
         self.receive(|backend| {
             backend.consume_in_place(self.conn.id, most, &mut |payload| {
-                look(Message::new(payload, trust));
+                let message = Message::new(payload, trust);
+                if message.is_in_place() {
+                    self.conn.counts.add_received_in_place(message.len());
+                }
+                look(message);
                 true
             })
         })
@@ -233,8 +243,11 @@ impl Write for &Stream {
         if bytes.is_empty() {
             return Ok(0);
         }
-        self.conn
-            .wait_for_room(|backend| backend.write(self.conn.id, bytes, Publish::Now))
+        self.conn.wait_for_room(|backend| {
+            let sent = backend.write(self.conn.id, bytes, Publish::Now)?;
+            self.conn.counts.add_sent(sent);
+            Ok(sent)
+        })
     }
 
     /// Writes one slice after the other, as much as there is room for, with one lock and one
@@ -249,6 +262,7 @@ impl Write for &Stream {
                 match backend.write(self.conn.id, slice, Publish::Later) {
                     Ok(written) => {
                         done += written;
+                        self.conn.counts.add_sent(written);
                         if written < slice.len() {
                             break;
                         }

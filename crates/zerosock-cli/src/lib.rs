@@ -12,6 +12,7 @@ mod args;
 mod demo;
 mod duration;
 mod failure;
+mod help;
 mod logging;
 mod mode;
 mod nc;

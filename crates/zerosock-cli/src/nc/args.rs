@@ -13,7 +13,7 @@ use crate::duration;
 /// time. The end of standard input closes the sending half only; receiving continues until the peer
 /// closes the connection.
 #[derive(Debug, Args)]
-#[command(after_long_help = AFTER_HELP)]
+#[command(after_long_help = crate::help::text(AFTER_HELP))]
 pub(crate) struct NcArgs {
     /// vsock:CID:PORT, vsock-listen:PORT, unix:PATH, unix-listen:PATH, hybrid:PATH:PORT,
     /// attach:PATH:CID:PORT, attach-listen:PATH:PORT, service:PATH:CID:PORT or
@@ -90,19 +90,24 @@ pub(crate) struct NcArgs {
 
 const AFTER_HELP: &str = "\
 Endpoints:
-  vsock:CID:PORT      connect by the kernel's AF_VSOCK; in a guest, CID 2 is the host
-  vsock-listen:PORT   accept one connection to PORT by the kernel's AF_VSOCK
-  unix:PATH           connect to a Unix stream socket
-  unix-listen:PATH    accept one connection at PATH; a stale socket there is replaced
-  hybrid:PATH:PORT    connect to PORT in a guest, through the --uds-path of `zerosock serve`,
-                      vhost-device-vsock, Firecracker or cloud-hypervisor (CONNECT and OK); with
-                      --seqpacket, through the --uds-path-seqpacket of `zerosock serve`
+  vsock:CID:PORT
+          connect by the kernel's AF_VSOCK; in a guest, CID 2 is the host
+  vsock-listen:PORT
+          accept one connection to PORT by the kernel's AF_VSOCK
+  unix:PATH
+          connect to a Unix stream socket
+  unix-listen:PATH
+          accept one connection at PATH; a stale socket there is replaced
+  hybrid:PATH:PORT
+          connect to PORT in a guest, through the --uds-path of `zerosock serve`,
+          vhost-device-vsock, Firecracker or cloud-hypervisor (CONNECT and OK); with
+          --seqpacket, through the --uds-path-seqpacket of `zerosock serve`
   attach:PATH:CID:PORT, attach-listen:PATH:PORT
-                      the same as a process with a CID of its own, at the --attach-socket PATH of
-                      `zerosock serve`; the CID may be the name of another process
+          the same as a process with a CID of its own, at the --attach-socket PATH of
+          `zerosock serve`; the CID may be the name of another process
   service:PATH:CID:PORT, service-listen:PATH:PORT
-                      the same as the host, CID 2: claims PORT there and accepts one connection,
-                      or connects to a guest or process (with --dgram from PORT, which it claims)
+          the same as the host, CID 2: claims PORT there and accepts one connection,
+          or connects to a guest or process (with --dgram from PORT, which it claims)
 CID and PORT are numbers, decimal or as 0x16; `host` is CID 2. With vsock: `local` is CID 1 and
 `hypervisor` CID 0; with attach: and service: these are names of processes.
 

@@ -17,7 +17,7 @@ use crate::{number, size};
 /// Several guests: a switch passes frames between them by MAC address, with one copy from memory to memory. An
 /// interface is not needed; it is the uplink of the switch.
 #[derive(Debug, Args)]
-#[command(after_long_help = AFTER_HELP)]
+#[command(after_long_help = crate::help::text(AFTER_HELP))]
 pub(crate) struct NetArgs {
     /// The vhost-user socket of a guest, made here; given several times, the guests are joined by a switch
     ///

@@ -17,7 +17,7 @@ use crate::number;
 /// (--host), or a program in a guest, which uses its kernel's AF_VSOCK.
 #[derive(Debug, Args)]
 #[command(
-    after_long_help = AFTER_HELP,
+    after_long_help = crate::help::text(AFTER_HELP),
     group(ArgGroup::new("role").required(true).args(["server", "cid"])),
     group(ArgGroup::new("place").args(["attach", "device", "host"]))
 )]

@@ -15,7 +15,7 @@ use crate::{duration, number, size};
 /// connections at once. Without a listening end, one pair is joined and the command ends with it. If both
 /// ends listen, the connections of one are joined to those of the other in the order in which they come.
 #[derive(Debug, Args)]
-#[command(after_long_help = AFTER_HELP)]
+#[command(after_long_help = crate::help::text(AFTER_HELP))]
 pub(crate) struct RelayArgs {
     /// One end: tcp-listen:ADDRESS:PORT, tcp:HOST:PORT, unix:PATH ... (--help lists all)
     #[arg(value_name = "A")]
@@ -80,15 +80,16 @@ pub(crate) struct RelayArgs {
 const AFTER_HELP: &str = "\
 Ends:
   tcp:HOST:PORT, tcp-listen:ADDRESS:PORT
-                      TCP; a name is resolved for each connection, and both address families are tried
+          TCP; a name is resolved for each connection, and both address families are tried
   unix:PATH, unix-listen:PATH
-                      a Unix stream socket; a stale socket of a listener is replaced
-  hybrid:PATH:PORT    PORT in a guest, through the --uds-path of `zerosock serve`, vhost-device-vsock,
-                      Firecracker or cloud-hypervisor (CONNECT and OK)
+          a Unix stream socket; a stale socket of a listener is replaced
+  hybrid:PATH:PORT
+          PORT in a guest, through the --uds-path of `zerosock serve`, vhost-device-vsock,
+          Firecracker or cloud-hypervisor (CONNECT and OK)
   attach:PATH:CID:PORT, attach-listen:PATH:PORT, service:PATH:CID:PORT, service-listen:PATH:PORT
-                      as a process, or as the host, at the --attach-socket PATH of `zerosock serve`
+          as a process, or as the host, at the --attach-socket PATH of `zerosock serve`
   vsock:CID:PORT, vsock-listen:PORT
-                      the kernel's AF_VSOCK, in a guest: CID 2 is the host
+          the kernel's AF_VSOCK, in a guest: CID 2 is the host
  With messages, whose bounds are kept; both ends have to be of these:
   udp:HOST:PORT, udp-listen:ADDRESS:PORT
   unix-dgram:PATH, unix-dgram-listen:PATH

@@ -22,7 +22,7 @@ use crate::size;
 /// the host (Unix sockets). Give one VM with --socket and --uds-path, several with --vm, or write
 /// them into a file and give --config.
 #[derive(Clone, Debug, Args)]
-#[command(after_long_help = AFTER_HELP, next_line_help = false)]
+#[command(after_long_help = crate::help::text(AFTER_HELP), next_line_help = false)]
 pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) vm_flags: VmFlags,
@@ -188,8 +188,8 @@ clients on this machine the guest's SSH at 127.0.0.1:2222:
 Processes without a VM (docs/attach.md has the protocol, zerosock::attach the library's side):
   zerosock serve --vm guest-cid=3,socket=/tmp/3.vhost,uds-path=/tmp/3.vsock \\
                  --attach-socket /run/zerosock/attach --attach-mode 0660 --attach-uid 1000
-  They reach VMs and each other by CID, if they have a group in common. Without any VM the switch
-  is for processes alone. With --attach-uds-path /run/zerosock/p{cid} each has hybrid sockets too.
+They reach VMs and each other by CID, if they have a group in common. Without any VM the switch
+is for processes alone. With --attach-uds-path /run/zerosock/p{cid} each has hybrid sockets too.
 Host services: processes that claim ports of CID 2 on the same socket, for all guests at once;
 connections to unclaimed ports go to the --uds-path sockets:
   zerosock nc service-listen:/run/zerosock/attach:1234

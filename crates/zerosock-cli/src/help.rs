@@ -1,0 +1,99 @@
+//! Help texts beside the flags: paragraphs that fit every width of a terminal.
+
+/// A text for the end of a help page, whose paragraphs are broken in the source and joined here: the lines of
+/// text at the margin, and those that explain an entry of a table, which are indented by [`TABLE`].
+/// clap breaks them again where the terminal ends. All other lines stay as they are.
+/// A line that ends a sentence or introduces commands ends its line here, too.
+pub(crate) fn text(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut before = "";
+    for line in source.lines() {
+        if continues(before, line) {
+            out.push(' ');
+            out.push_str(line.trim_start());
+        } else {
+            if !out.is_empty() {
+                out.push('\n');
+            }
+            out.push_str(line);
+        }
+        before = line;
+    }
+    out
+}
+
+/// Indentation of the text of a table.
+const TABLE: usize = 10;
+
+fn indentation(line: &str) -> usize {
+    line.len() - line.trim_start().len()
+}
+
+/// Whether `line` goes on with the sentence of the line before it.
+fn continues(before: &str, line: &str) -> bool {
+    let at = indentation(line);
+    let is_text = at == 0 || at == TABLE;
+    let ends = |end: char| matches!(end, '.' | ':' | '\\');
+    is_text
+        && !line.is_empty()
+        && !before.is_empty()
+        && indentation(before) == at
+        && !before.ends_with(ends)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+    use crate::args::Cli;
+
+    #[test]
+    fn lines_of_a_sentence_are_joined_and_commands_are_not() {
+        let source = "A sentence\nof two lines. And\na half.\nAnother:\n  command \\\n    more\n\nUNIX:\n  \
+                      unix:PATH\n          a Unix\n          socket";
+        let joined = "A sentence of two lines. And a half.\nAnother:\n  command \\\n    more\n\nUNIX:\n  \
+                      unix:PATH\n          a Unix socket";
+        assert_eq!(text(source), joined);
+    }
+
+    /// A line of a help page may end inside a sentence only where the next word does not fit.
+    #[test]
+    fn no_sentence_is_broken_before_the_end_of_the_line() {
+        for width in [60, 80, 100] {
+            let mut root = Cli::command().max_term_width(width).term_width(width);
+            root.build();
+            let pages = root.get_subcommands_mut().filter(|one| !one.is_hide_set());
+            for page in pages {
+                let help = page.clone().max_term_width(width).term_width(width);
+                let help = help.clone().render_long_help().to_string();
+                let lines: Vec<&str> = help.lines().collect();
+                for pair in lines.windows(2) {
+                    let (line, next) = (pair[0], pair[1]);
+                    let at = indentation(line);
+                    let is_text = at == 0 || at == TABLE;
+                    let ends =
+                        |end: char| !end.is_alphanumeric() && !matches!(end, ',' | ')' | '`');
+                    if !is_text
+                        || at != indentation(next)
+                        || line.trim().is_empty()
+                        || line.ends_with(ends)
+                    {
+                        continue;
+                    }
+                    let word = next.split_whitespace().next().unwrap_or_default();
+                    if word == "-" {
+                        // The next value of an option.
+                        continue;
+                    }
+                    assert!(
+                        next.trim().is_empty()
+                            || line.chars().count() + 1 + word.chars().count() > width,
+                        "{} at {width} columns:\n{line}\n{next}",
+                        page.get_name()
+                    );
+                }
+            }
+        }
+    }
+}

@@ -15,7 +15,9 @@ use common::{assert_bytes, bytes, deadline, eventually, host};
 use hosting::Hosted;
 use zerosock::access::{AccessList, Party, Ports, Rule, Verdict};
 use zerosock::driver::{AttachError, Driver, DriverConfig, FrontendError, How, StreamState};
-use zerosock::vsock::{ConnectError, Endpoint, Fault, FrontendFault, Host, Stream, Wait};
+use zerosock::vsock::{
+    ConnectError, ConnectReason, Endpoint, Fault, FrontendFault, Host, Stream, Wait,
+};
 use zerosock::{Address, Cid, Port};
 use zerosock_proto::wire::vsock::Op;
 
@@ -213,14 +215,19 @@ fn denied_connects_of_the_host_are_counted_by_rule() {
     // Nothing is denied before the host has seen that the driver runs.
     eventually("one connect is denied", || {
         let error = hosted.connect(guest_port()).unwrap_err();
-        assert_eq!(reason(&error), ConnectError::Unreachable);
+        assert_eq!(reason(&error), ConnectReason::Unreachable);
         access.denied() == [1]
     });
 }
 
-fn reason(error: &std::io::Error) -> ConnectError {
+fn reason(error: &std::io::Error) -> ConnectReason {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
-    *inner.unwrap_or_else(|| panic!("untyped: {error}"))
+    let inner: &ConnectError = inner.unwrap_or_else(|| panic!("untyped: {error}"));
+    assert_eq!(inner.fault(), inner.reason().fault());
+    // The text has both.
+    let text = format!("{:#}: {}", inner.peer(), inner.reason());
+    assert_eq!(error.to_string(), text);
+    inner.reason()
 }
 
 #[test]
@@ -235,7 +242,11 @@ fn a_silent_guest_times_out_a_refusing_one_refuses_and_an_absent_one_is_unreacha
             .connect(Address::new(Cid::new(cid), PORT))
             .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::HostUnreachable, "{cid}: {error}");
-        assert_eq!(reason(&error), ConnectError::Unreachable);
+        assert!(
+            error.to_string().contains(&format!(":{}: ", PORT.get())),
+            "{error}"
+        );
+        assert_eq!(reason(&error), ConnectReason::Unreachable);
         assert_eq!(reason(&error).fault(), Fault::Caller);
     }
     // A guest that no thread runs.
@@ -249,7 +260,7 @@ fn a_silent_guest_times_out_a_refusing_one_refuses_and_an_absent_one_is_unreacha
         thread::yield_now();
     };
     assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
-    assert_eq!(reason(&error), ConnectError::TimedOut);
+    assert_eq!(reason(&error), ConnectReason::TimedOut);
     assert_eq!(reason(&error).fault(), Fault::Peer);
     // A port without a listener.
     let done = AtomicBool::new(false);
@@ -269,7 +280,7 @@ fn a_silent_guest_times_out_a_refusing_one_refuses_and_an_absent_one_is_unreacha
         };
         done.store(true, Ordering::Relaxed);
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{error}");
-        assert_eq!(reason(&error), ConnectError::Refused);
+        assert_eq!(reason(&error), ConnectReason::Refused);
         assert_eq!(reason(&error).fault(), Fault::Peer);
     });
 }
@@ -284,7 +295,7 @@ fn a_front_end_that_disconnects_during_a_connect_resets_it() {
         drop(guest);
         let error = connecting.join().unwrap();
         assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}");
-        assert_eq!(reason(&error), ConnectError::PeerGone);
+        assert_eq!(reason(&error), ConnectReason::PeerGone);
     });
 }
 

@@ -14,8 +14,8 @@ use hosting::Hosted;
 use zerosock::daemon::StartError;
 use zerosock::driver::ConfigError;
 use zerosock::vsock::{
-    BindError, ConnectError, Endpoint, EndpointBuilder, Fault, Host, HostBuilder, OpenError,
-    OptionError,
+    BindError, ConnectError, ConnectReason, Endpoint, EndpointBuilder, Fault, Host, HostBuilder,
+    OpenError, OptionError,
 };
 use zerosock::{Address, Cid, Port};
 
@@ -248,7 +248,12 @@ fn a_connect_waits_for_the_timeout_of_its_socket() {
         }
         assert!(start < give_up, "{error}");
     };
-    assert_eq!(told, (ErrorKind::TimedOut, Some(ConnectError::TimedOut)));
+    let (kind, error) = told;
+    let told = error.map(|error: ConnectError| (error.peer(), error.reason()));
+    assert_eq!(
+        (kind, told),
+        (ErrorKind::TimedOut, Some((there, ConnectReason::TimedOut)))
+    );
     assert!(took >= time, "{took:?}");
     assert!(took < common::PATIENCE, "as others do: {took:?}");
 }

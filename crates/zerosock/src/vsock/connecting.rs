@@ -8,7 +8,7 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
 use super::connection::{Connected, Connection, outcome};
-use super::errors::{ConnectError, of_connect, of_listen};
+use super::errors::{ConnectError, ConnectReason, of_connect, of_listen};
 use super::hub::{Core, Interest, WaitBudget, WaitFault, WaitMode};
 use super::listener::Listener;
 use super::waiting::Wait;
@@ -24,7 +24,7 @@ pub(super) fn begin_connect<S: Connected>(
     let backend = locked.backend();
     let id = backend
         .connect(Port::ANY, peer, S::TYPE)
-        .map_err(of_connect)?;
+        .map_err(|error| of_connect(peer, error))?;
     backend.flush();
     let info = backend.info(id).ok_or(io::ErrorKind::NotConnected)?;
     Ok(S::new(core.clone(), id, &info, wait))
@@ -61,7 +61,9 @@ pub(super) fn await_connected(conn: &Connection, wait: Wait, timeout: Duration) 
     );
     match outcome {
         Ok(outcome) => Ok(outcome?),
-        Err(WaitFault::TimedOut) => Err(ConnectError::TimedOut.into()),
+        Err(WaitFault::TimedOut) => {
+            Err(ConnectError::new(conn.peer, ConnectReason::TimedOut).into())
+        }
         Err(fault) => Err(fault.into()),
     }
 }

@@ -226,7 +226,7 @@ pub(super) fn outcome(info: &ConnInfo) -> Option<Result<(), ConnectError>> {
         // Also a connection that the peer has closed since: it may have unread bytes.
         StreamState::Connected | StreamState::Finished => Some(Ok(())),
         StreamState::Reset => Some(match info.refused {
-            Some(reason) => Err(of_refusal(reason)),
+            Some(reason) => Err(of_refusal(info.peer, reason)),
             None => Ok(()),
         }),
     }

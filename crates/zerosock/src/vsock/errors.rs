@@ -8,12 +8,12 @@ use std::io::{Error, ErrorKind};
 use zerosock_proto::vsock::{
     ConnectError as Denied, ListenError as Occupied, RefuseReason, datagram,
 };
-use zerosock_proto::{Cid, Port};
+use zerosock_proto::{Address, Cid, Port};
 
 use crate::fault::Fault;
 use crate::table::transfers::{RecvFault, SendFault};
 
-/// Why a connect failed.
+/// A connect failed: to which address, and why.
 ///
 /// The connecting calls return an [`std::io::Error`] with the kind that a TCP socket would give;
 /// this is its source.
@@ -22,7 +22,7 @@ use crate::table::transfers::{RecvFault, SendFault};
 /// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
 /// # let path = dir.path().join("attach.sock");
 /// use std::io::ErrorKind;
-/// use zerosock::vsock::{ConnectError, Endpoint};
+/// use zerosock::vsock::{ConnectError, ConnectReason, Endpoint};
 /// use zerosock::{Address, Cid, Port};
 ///
 /// let process = Endpoint::attach(&path)?;
@@ -30,15 +30,46 @@ use crate::table::transfers::{RecvFault, SendFault};
 /// let error = process.connect(unused).unwrap_err();
 /// assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
 /// let reason = error.get_ref().and_then(|inner| inner.downcast_ref::<ConnectError>());
-/// assert_eq!(reason, Some(&ConnectError::Refused));
+/// let error = reason.expect("typed");
+/// assert_eq!((error.peer(), error.reason()), (unused, ConnectReason::Refused));
+/// assert!(error.to_string().starts_with("vsock:2:4711: refused"));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("{peer:#}: {reason}")]
+pub struct ConnectError {
+    peer: Address,
+    reason: ConnectReason,
+}
+
+impl ConnectError {
+    pub(super) fn new(peer: Address, reason: ConnectReason) -> ConnectError {
+        ConnectError { peer, reason }
+    }
+
+    /// The address that was connected to.
+    pub fn peer(&self) -> Address {
+        self.peer
+    }
+
+    /// Why it failed.
+    pub fn reason(&self) -> ConnectReason {
+        self.reason
+    }
+
+    /// The side at fault.
+    pub fn fault(&self) -> Fault {
+        self.reason.fault()
+    }
+}
+
+/// Why a connect failed, with the kind of the [`std::io::Error`].
+#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
-pub enum ConnectError {
+pub enum ConnectReason {
     /// The peer: no socket listens there, its backlog is full or, seen from a process, the CID does
     /// not exist. `ConnectionRefused`.
-    #[error("the peer refuses the connection")]
+    #[error("refused (no listener, its backlog is full, or access is denied)")]
     Refused,
     /// The peer: no answer in time. `TimedOut`.
     #[error("the peer has not answered in time")]
@@ -69,35 +100,35 @@ pub enum ConnectError {
     Aborted,
 }
 
-impl ConnectError {
+impl ConnectReason {
     /// The side at fault.
     pub fn fault(&self) -> Fault {
         match self {
-            ConnectError::Refused
-            | ConnectError::TimedOut
-            | ConnectError::Protocol
-            | ConnectError::Unsupported
-            | ConnectError::PeerGone => Fault::Peer,
-            ConnectError::Unreachable
-            | ConnectError::TooManyConnections
-            | ConnectError::Aborted => Fault::Caller,
-            ConnectError::NoPort => Fault::System,
+            ConnectReason::Refused
+            | ConnectReason::TimedOut
+            | ConnectReason::Protocol
+            | ConnectReason::Unsupported
+            | ConnectReason::PeerGone => Fault::Peer,
+            ConnectReason::Unreachable
+            | ConnectReason::TooManyConnections
+            | ConnectReason::Aborted => Fault::Caller,
+            ConnectReason::NoPort => Fault::System,
         }
     }
 }
 
 impl From<ConnectError> for Error {
     fn from(error: ConnectError) -> Error {
-        let kind = match error {
-            ConnectError::Refused => ErrorKind::ConnectionRefused,
-            ConnectError::TimedOut => ErrorKind::TimedOut,
-            ConnectError::Protocol => ErrorKind::InvalidData,
-            ConnectError::PeerGone => ErrorKind::ConnectionReset,
-            ConnectError::Unreachable => ErrorKind::HostUnreachable,
-            ConnectError::Unsupported => ErrorKind::Unsupported,
-            ConnectError::NoPort => ErrorKind::AddrInUse,
-            ConnectError::TooManyConnections => ErrorKind::OutOfMemory,
-            ConnectError::Aborted => ErrorKind::ConnectionAborted,
+        let kind = match error.reason {
+            ConnectReason::Refused => ErrorKind::ConnectionRefused,
+            ConnectReason::TimedOut => ErrorKind::TimedOut,
+            ConnectReason::Protocol => ErrorKind::InvalidData,
+            ConnectReason::PeerGone => ErrorKind::ConnectionReset,
+            ConnectReason::Unreachable => ErrorKind::HostUnreachable,
+            ConnectReason::Unsupported => ErrorKind::Unsupported,
+            ConnectReason::NoPort => ErrorKind::AddrInUse,
+            ConnectReason::TooManyConnections => ErrorKind::OutOfMemory,
+            ConnectReason::Aborted => ErrorKind::ConnectionAborted,
         };
         Error::new(kind, error)
     }
@@ -185,25 +216,27 @@ pub(super) fn of_send(fault: SendFault) -> Option<StreamError> {
 }
 
 /// The error of a request that was not sent.
-pub(super) fn of_connect(error: Denied) -> ConnectError {
-    match error {
-        Denied::InUse => ConnectError::NoPort,
-        Denied::TooManyConnections => ConnectError::TooManyConnections,
+pub(super) fn of_connect(peer: Address, error: Denied) -> ConnectError {
+    let reason = match error {
+        Denied::InUse => ConnectReason::NoPort,
+        Denied::TooManyConnections => ConnectReason::TooManyConnections,
         // `LocalCid` cannot happen: sockets connect from their endpoint's own CID.
-        Denied::Unreachable | Denied::LocalCid => ConnectError::Unreachable,
-        Denied::SocketType => ConnectError::Unsupported,
-    }
+        Denied::Unreachable | Denied::LocalCid => ConnectReason::Unreachable,
+        Denied::SocketType => ConnectReason::Unsupported,
+    };
+    ConnectError::new(peer, reason)
 }
 
 /// The error of a request that was sent.
-pub(super) fn of_refusal(reason: RefuseReason) -> ConnectError {
-    match reason {
-        RefuseReason::Reset => ConnectError::Refused,
-        RefuseReason::TimedOut => ConnectError::TimedOut,
-        RefuseReason::ProtocolError => ConnectError::Protocol,
-        RefuseReason::TransportReset => ConnectError::PeerGone,
-        RefuseReason::LocalReset => ConnectError::Aborted,
-    }
+pub(super) fn of_refusal(peer: Address, reason: RefuseReason) -> ConnectError {
+    let reason = match reason {
+        RefuseReason::Reset => ConnectReason::Refused,
+        RefuseReason::TimedOut => ConnectReason::TimedOut,
+        RefuseReason::ProtocolError => ConnectReason::Protocol,
+        RefuseReason::TransportReset => ConnectReason::PeerGone,
+        RefuseReason::LocalReset => ConnectReason::Aborted,
+    };
+    ConnectError::new(peer, reason)
 }
 
 /// Why a port cannot be listened on or bound.

@@ -88,7 +88,7 @@ pub use datagram::{
 };
 pub use endpoint::Endpoint;
 pub use endpoint_ref::EndpointRef;
-pub use errors::{BindError, ConnectError, StreamError};
+pub use errors::{BindError, ConnectError, ConnectReason, StreamError};
 pub use host::{Host, HostBuilder};
 pub use lease::{Lease, LeaseCursor, LeaseReader, OwnedLease};
 pub use listener::Listener;

@@ -257,7 +257,9 @@ impl Socket {
         let from = self.bound.as_ref().map_or(Port::ANY, |bound| bound.port);
         let mut locked = self.core.lock();
         let backend = locked.backend();
-        let id = backend.connect(from, peer, S::TYPE).map_err(of_connect)?;
+        let id = backend
+            .connect(from, peer, S::TYPE)
+            .map_err(|error| of_connect(peer, error))?;
         // Before the request is sent, which announces the buffer.
         if let Some(bytes) = self.options.buffer {
             backend.set_buffer(id, bytes);

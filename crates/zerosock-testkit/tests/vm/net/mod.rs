@@ -20,4 +20,5 @@ pub(crate) const ALL: &[(&str, Alone)] = &[
     ("guests_on_a_switch", switch::guests),
     ("guests_with_offloads_on_a_switch", switch::offloads),
     ("guide", guide::guide),
+    ("guide_to_the_network", guide::network),
 ];

@@ -78,13 +78,18 @@ pub(crate) fn dhcp(vm: &Vm, daemon: &Daemon, interface: &str, host: &str, addres
     server.args(["udhcpd", "-f", "-a", "100"]).arg(&file);
     server.stdin(Stdio::null()).stderr(Stdio::null());
     let _server = Guarded::spawn(&mut server).expect("a DHCP server");
-    let text = vm.sh(
+    let text = dhcp_client(vm);
+    assert!(text.contains(&format!("inet {address}/24 ")), "{text}");
+    assert!(text.contains(&format!("default via {host} ")), "{text}");
+}
+
+/// The guest gets its address and its route by DHCP. Returns both as `ip` shows them.
+pub(crate) fn dhcp_client(vm: &Vm) -> String {
+    vm.sh(
         "printf '#!/bin/sh\\n[ \"$1\" = bound ] || exit 0\\nip addr add $ip/$mask dev eth0\\n\
          ip route add default via $router\\n' >/tmp/dhcp; chmod +x /tmp/dhcp; ip link set eth0 up\n\
          udhcpc -i eth0 -f -q -n -t 20 -T 1 -s /tmp/dhcp 2>&1 && ip addr show eth0 && ip route",
-    );
-    assert!(text.contains(&format!("inet {address}/24 ")), "{text}");
-    assert!(text.contains(&format!("default via {host} ")), "{text}");
+    )
 }
 
 /// Bytes that iperf3 sends in each direction. It ends when the last ones are in the sender's buffer.

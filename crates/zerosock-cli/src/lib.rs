@@ -12,6 +12,7 @@ mod args;
 mod demo;
 mod duration;
 mod failure;
+mod group;
 mod help;
 mod logging;
 mod mode;
@@ -24,6 +25,7 @@ mod serve;
 mod service_manager;
 mod signals;
 mod size;
+mod socket_access;
 mod sockets;
 pub mod vm;
 

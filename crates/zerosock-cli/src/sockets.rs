@@ -63,7 +63,7 @@ pub(crate) fn check_path(path: &Path) -> Result<(), PathError> {
 /// Permissions of a socket made here.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Access {
-    /// Permission bits; `None`: by the umask.
+    /// Permission bits; `None`: 0600, or 0660 with a group.
     pub(crate) mode: Option<Mode>,
     /// The group; `None`: chosen by the kernel.
     pub(crate) gid: Option<Gid>,

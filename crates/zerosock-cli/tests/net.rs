@@ -52,7 +52,7 @@ fn options_that_do_not_go_together_are_refused_by_name() {
         ("--socket a --tap a-name-of-sixteen", "1 to 15 bytes"),
         (
             "--socket a --tap t --socket-mode 0999",
-            "--socket-mode: octal",
+            "--socket-mode 0999: give permission bits in octal",
         ),
         ("--socket a --xdp e0 --tap t", "cannot be used with"),
         ("--socket a --xdp e0:256", "IFACE[:QUEUE]"),

@@ -8,7 +8,7 @@ mod process;
 use std::fs;
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -177,6 +177,46 @@ fn permissions_are_as_asked() {
     }
     running.signal("TERM");
     assert_eq!(running.finish().code, Some(0));
+}
+
+/// Whatever the umask is. The socket is never wider: it is made in a directory that others cannot enter.
+#[test]
+fn sockets_are_for_our_own_user_or_a_group_unless_told_otherwise() {
+    let dir = TestDir::new();
+    let group = fs::metadata(dir.at(".")).unwrap().gid().to_string();
+    let at = |name: &str| dir.at(name).display().to_string();
+    let commands = [
+        format!(
+            "serve --guest-cid 3 --socket {} --uds-path {} --attach-socket {}",
+            at("a"),
+            at("b"),
+            at("c")
+        ),
+        format!("net --socket {} --socket {}", at("a"), at("b")),
+        format!("relay unix-listen:{} unix:{}", at("a"), at("none")),
+        format!("relay unix-dgram-listen:{} udp:127.0.0.1:9", at("a")),
+    ];
+    for (words, names) in commands.iter().zip(["abc", "ab", "a", "a"]) {
+        for (more, wanted) in [("", 0o600), (&*format!("--socket-group {group}"), 0o660)] {
+            let mut shell = Command::new("sh");
+            shell.args(["-c", "umask 0; exec \"$@\"", "sh"]);
+            shell.arg(zerosock().get_program());
+            shell.args(words.split(' ').chain(more.split_whitespace()));
+            let running = Running::start(&mut shell);
+            for name in names.chars().map(String::from) {
+                let path = dir.at(&name);
+                wait_until("the socket", || path.exists());
+                let made = fs::metadata(path).unwrap();
+                assert_eq!(
+                    made.permissions().mode() & 0o7777,
+                    wanted,
+                    "{words}: {name}"
+                );
+            }
+            running.signal("TERM");
+            running.finish();
+        }
+    }
 }
 
 #[test]

@@ -42,7 +42,7 @@ use crate::socket_path::walk;
 pub struct Options {
     /// SOCK_STREAM or SOCK_SEQPACKET, which listen, or SOCK_DGRAM, which does not.
     pub kind: SocketType,
-    /// Permission bits; `None` leaves them to the umask.
+    /// Permission bits; `None`: 0600, or 0660 with a group. The umask has no effect.
     pub mode: Option<Mode>,
     /// The owning group; `None` leaves it to the kernel.
     pub gid: Option<Gid>,
@@ -380,11 +380,13 @@ impl<'a> PrivateDirectory<'a> {
             rustix::fs::chownat(&self.fd, &self.entry, None, gid, flags)
                 .map_err(|errno| BindError::Group(errno.into()))?;
         }
-        if let Some(mode) = mode {
-            rustix::fs::chmodat(&self.fd, &self.entry, mode, AtFlags::empty())
-                .map_err(|errno| BindError::Mode(errno.into()))?;
-        }
-        Ok(())
+        let group = match gid {
+            Some(_) => Mode::RGRP | Mode::WGRP,
+            None => Mode::empty(),
+        };
+        let mode = mode.unwrap_or(Mode::RUSR | Mode::WUSR | group);
+        rustix::fs::chmodat(&self.fd, &self.entry, mode, AtFlags::empty())
+            .map_err(|errno| BindError::Mode(errno.into()))
     }
 
     /// Moves the socket to the target path, at which there was nothing. False: there is now.

@@ -7,6 +7,7 @@ use zerosock_sys::tun::InterfaceName;
 use super::network::Guest;
 use super::xdp::XdpQueue;
 use crate::logging::LogFlags;
+use crate::socket_access::AccessFlags;
 use crate::{number, size};
 
 /// Serve virtual machines: vhost-user network devices on a TAP interface, or on a switch
@@ -79,9 +80,8 @@ pub(crate) struct NetArgs {
     #[arg(long, value_name = "N", value_parser = number::parse::<u16>, default_value = "1")]
     pub(super) queues: u16,
 
-    /// Permissions of the socket, octal, such as 0660 [default: by the umask]
-    #[arg(long, value_name = "MODE")]
-    pub(super) socket_mode: Option<String>,
+    #[command(flatten)]
+    pub(super) sockets: AccessFlags,
 
     /// Bytes of memory that the guest may have mapped here, with K, M, G or T
     #[arg(long, value_parser = size::parse, value_name = "BYTES", default_value = "1T")]

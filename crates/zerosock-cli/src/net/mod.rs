@@ -9,7 +9,6 @@ pub(crate) mod xdp;
 
 use std::time::Duration;
 
-use rustix::fs::Mode;
 use sd_notify::NotifyState;
 use tracing::info;
 use zerosock_sys::bpf;
@@ -19,18 +18,13 @@ use self::network::{Common, Network};
 use self::xdp::Interfaces;
 use crate::failure::Failure;
 use crate::logging;
-use crate::mode::parse_mode;
 use crate::service_manager::notify;
 use crate::signals::{Signals, signals_failed};
-use crate::sockets::Access;
 
 /// Runs until SIGINT or SIGTERM, or the end of the interface.
 pub(crate) fn main(args: NetArgs) -> Result<(), Failure> {
     let common = Common {
-        access: Access {
-            mode: mode(&args)?,
-            gid: None,
-        },
+        access: args.sockets.access()?,
         max_memory: args.max_memory,
         sealed_memory: args.require_sealed_memory,
         spin: Duration::from_micros(args.spin_us),
@@ -96,16 +90,4 @@ fn network(args: NetArgs) -> Result<Network, Failure> {
     let option = |key: &str| format!("--{key}");
     network.check(option).map_err(Failure::usage)?;
     Ok(network)
-}
-
-fn mode(args: &NetArgs) -> Result<Option<Mode>, Failure> {
-    let Some(text) = &args.socket_mode else {
-        return Ok(None);
-    };
-    match parse_mode(text) {
-        Some(mode) => Ok(Some(mode)),
-        None => Err(Failure::usage(format_args!(
-            "--socket-mode: octal permissions such as 0660, not {text}"
-        ))),
-    }
 }

@@ -7,6 +7,7 @@ use zerosock_relay::relay::Way;
 
 use super::end::End;
 use crate::logging::LogFlags;
+use crate::socket_access::AccessFlags;
 use crate::{duration, number, size};
 
 /// Join sockets: TCP, UDP, Unix, hybrid vsock, attached endpoints and the kernel's vsock
@@ -72,6 +73,9 @@ pub(crate) struct RelayArgs {
     /// Begin each connection to B with a PROXY protocol header (version 2) that names the client
     #[arg(long)]
     pub(super) proxy_protocol: bool,
+
+    #[command(flatten)]
+    pub(super) sockets: AccessFlags,
 
     #[command(flatten)]
     pub(super) log: LogFlags,

@@ -207,7 +207,7 @@ fn source(
             Ok((Source::Tcp(listener), None))
         }
         (None, KernelEnd::UnixListen(path)) => {
-            let access = sockets::Access::default();
+            let access = args.sockets.access()?;
             let bound = sockets::bind_type(path, access, SocketType::STREAM);
             let (listener, file) = bound.map_err(|error| failed(&error))?;
             info!(end = %kernel, "listening");

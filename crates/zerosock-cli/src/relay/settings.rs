@@ -1,5 +1,6 @@
 //! Settings of `zerosock relay`, validated.
 
+use rustix::fs::{Gid, Mode};
 use zerosock_relay::relay::RelayConfig;
 
 use super::args::RelayArgs;
@@ -29,6 +30,9 @@ pub(super) fn kernel_config(args: &RelayArgs) -> Result<Option<RelayConfig>, Fai
     config.buffer = args.buffer as usize;
     config.pipes = args.pipes as usize;
     config.proxy_protocol = args.proxy_protocol;
+    let access = args.sockets.access()?;
+    config.socket_mode = access.mode.map(Mode::as_raw_mode);
+    config.socket_group = access.gid.map(Gid::as_raw);
     Ok(Some(config))
 }
 

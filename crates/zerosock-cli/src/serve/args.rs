@@ -15,6 +15,7 @@ use crate::duration;
 use crate::logging::LogFlags;
 use crate::number;
 use crate::size;
+use crate::socket_access::AccessFlags;
 
 /// Serve virtual machines: one vhost-user vsock device per VM
 ///
@@ -69,13 +70,8 @@ pub(crate) struct DaemonFlags {
     #[arg(long, value_enum, default_value_t = OkPort::Guest)]
     pub(crate) ok_port: OkPort,
 
-    /// Permissions of the sockets made here, octal, such as 0660 [default: by the umask]
-    #[arg(long, value_name = "MODE")]
-    pub(crate) socket_mode: Option<String>,
-
-    /// Group of the sockets made here, a name from /etc/group or a number
-    #[arg(long, value_name = "GROUP")]
-    pub(crate) socket_group: Option<String>,
+    #[command(flatten)]
+    pub(crate) sockets: AccessFlags,
 
     /// Connections that one VM may have at once; more are refused with a reset [default: 131072, or
     /// as many descriptors as one VM can have, if that is less and there are host sockets]

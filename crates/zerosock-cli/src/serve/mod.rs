@@ -17,7 +17,6 @@ mod derived;
 mod error;
 mod file;
 pub(crate) mod forward;
-mod group;
 mod list;
 mod networks;
 mod reload;

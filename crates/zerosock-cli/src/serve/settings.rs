@@ -7,7 +7,6 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::Gid;
 use zerosock::access::{AccessList, Cids};
 use zerosock::daemon::DaemonConfig;
 use zerosock::forward::{self, ForwardRule, ListenAddress, RuleError};
@@ -19,8 +18,7 @@ use super::derived::{self, Base, PortPath};
 use super::forward::{Forward, Listen, unknown_group};
 use super::validate::{SettingsError, Source, check_path, parse_groups};
 use super::vm::RawVm;
-use super::{access, cpus, group, uds_paths};
-use crate::mode::parse_mode;
+use super::{access, cpus, uds_paths};
 use crate::net::network::Network;
 use crate::number;
 use crate::sockets;
@@ -316,23 +314,8 @@ fn daemon(
         value: value.to_string(),
         fix,
     };
-    let mode = match &flags.socket_mode {
-        None => None,
-        Some(text) => Some(parse_mode(text).ok_or_else(|| {
-            wrong(
-                "--socket-mode",
-                text,
-                "give permission bits in octal, 0 to 0777, such as 0660".into(),
-            )
-        })?),
-    };
-    let gid = match &flags.socket_group {
-        None => None,
-        Some(name) => Some(
-            group::lookup(name)
-                .map_err(|reason| wrong("--socket-group", name, reason.to_string()))?,
-        ),
-    };
+    let access = flags.sockets.access();
+    let access = access.map_err(|it| wrong(it.option, &it.value, it.fix))?;
     let pinned = match &flags.cpus {
         None => Vec::new(),
         Some(text) => {
@@ -418,10 +401,7 @@ fn daemon(
         listen: rules.listen,
         net,
         ok_port: flags.ok_port,
-        access: sockets::Access {
-            mode,
-            gid: gid.map(Gid::from_raw),
-        },
+        access,
         max_connections,
         max_memory,
         max_memory_total,

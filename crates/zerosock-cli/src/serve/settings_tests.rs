@@ -1,10 +1,11 @@
 //! Tests of every flag, every spelling of a VM, and every error.
 
 use clap::Parser;
-use rustix::fs::Mode;
+use rustix::fs::{Gid, Mode};
 
 use super::*;
 use crate::args::{Cli, Command};
+use crate::mode::parse_mode;
 use crate::serve::attach::Hybrid;
 
 fn parse(words: &str) -> Result<ServeArgs, clap::Error> {

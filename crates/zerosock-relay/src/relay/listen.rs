@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
+use rustix::fs::{Gid, Mode};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, sockopt};
 use zerosock_sys::socket_file::{self, SocketFile};
 use zerosock_sys::{fd_passing, reuseport, vsock};
@@ -36,6 +37,14 @@ pub(super) struct Listeners {
     pub(super) file: Option<SocketFile>,
 }
 
+/// Which users may connect to a Unix socket.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Access {
+    /// Permission bits; `None`: 0600, or 0660 with a group.
+    pub(super) mode: Option<u32>,
+    pub(super) group: Option<u32>,
+}
+
 /// Listens at an endpoint, with as many sockets as there are workers if the kernel spreads connections
 /// over them.
 ///
@@ -45,6 +54,7 @@ pub(super) fn listen(
     endpoint: &Endpoint,
     workers: usize,
     keepalive: Option<Duration>,
+    access: Access,
 ) -> io::Result<Listeners> {
     let kind = endpoint.kind();
     match endpoint {
@@ -64,9 +74,9 @@ pub(super) fn listen(
             }
             Ok(Listeners::inet(sockets, kind, address))
         }
-        Endpoint::UnixListen(path) => unix(path, kind, SocketType::STREAM),
-        Endpoint::UnixSeqpacketListen(path) => unix(path, kind, SocketType::SEQPACKET),
-        Endpoint::UnixDatagramListen(path) => unix(path, kind, SocketType::DGRAM),
+        Endpoint::UnixListen(path) => unix(path, kind, SocketType::STREAM, access),
+        Endpoint::UnixSeqpacketListen(path) => unix(path, kind, SocketType::SEQPACKET, access),
+        Endpoint::UnixDatagramListen(path) => unix(path, kind, SocketType::DGRAM, access),
         Endpoint::VsockListen { port } => {
             let socket = vsock::listen(vsock::CID_ANY, *port, BACKLOG)?;
             Ok(Listeners {
@@ -183,11 +193,16 @@ fn bind_inet(
     Ok((sockets, address))
 }
 
-fn unix(path: &Path, kind: SocketKind, socket_type: SocketType) -> io::Result<Listeners> {
+fn unix(
+    path: &Path,
+    kind: SocketKind,
+    socket_type: SocketType,
+    access: Access,
+) -> io::Result<Listeners> {
     let options = socket_file::Options {
         kind: socket_type,
-        mode: None,
-        gid: None,
+        mode: access.mode.map(Mode::from_raw_mode),
+        gid: access.group.map(Gid::from_raw),
         backlog: BACKLOG,
         refuse_rights: true,
         reserved: false,
@@ -212,7 +227,8 @@ mod tests {
     use super::*;
 
     fn tcp(address: SocketAddr, workers: usize) -> io::Result<Listeners> {
-        listen(&Endpoint::TcpListen(address), workers, None)
+        let endpoint = Endpoint::TcpListen(address);
+        listen(&endpoint, workers, None, Access::default())
     }
 
     #[test]

@@ -56,7 +56,7 @@ pub use self::way::{UnknownWay, Way};
 
 use self::counters::Counters;
 use self::device::{Listener, Message, Parts, RelayDevice};
-use self::listen::{Listeners, listen};
+use self::listen::{Access, Listeners, listen};
 use self::open::Destination;
 use self::plan::Plan;
 use self::socket::Socket;
@@ -140,9 +140,13 @@ impl Relay {
         }
         let mut destinations = [None, None];
         let mut listeners = Vec::new();
+        let access = Access {
+            mode: config.socket_mode,
+            group: config.socket_group,
+        };
         for (index, endpoint) in config.ends.iter().enumerate() {
             if endpoint.listens() {
-                let made = listen(endpoint, config.workers, config.keepalive);
+                let made = listen(endpoint, config.workers, config.keepalive, access);
                 let made = made.map_err(|source| StartError::Listen {
                     endpoint: endpoint.clone(),
                     source,

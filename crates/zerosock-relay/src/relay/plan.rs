@@ -47,6 +47,10 @@ pub struct RelayConfig {
     pub datagram_timeout: Duration,
     /// Begin each connection to the second end with a PROXY protocol header.
     pub proxy_protocol: bool,
+    /// Permission bits of the Unix sockets at which it listens; `None`: 0600, or 0660 with a group.
+    pub socket_mode: Option<u32>,
+    /// The group of these sockets; `None`: chosen by the kernel.
+    pub socket_group: Option<u32>,
 }
 
 impl RelayConfig {
@@ -65,6 +69,8 @@ impl RelayConfig {
             pipes: 64,
             datagram_timeout: Duration::from_secs(60),
             proxy_protocol: false,
+            socket_mode: None,
+            socket_group: None,
         }
     }
 }

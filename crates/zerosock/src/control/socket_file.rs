@@ -11,7 +11,7 @@ use zerosock_sys::socket_file::{self, Options};
 
 pub(crate) use zerosock_sys::socket_file::SocketFile;
 
-/// Binds a listener at `path`, with this mode, or by the umask if `None`. Replaces a socket file
+/// Binds a listener at `path`, with this mode; `None`: 0600, or 0660 with a group. Replaces a socket file
 /// that no process listens on. Never blocks.
 ///
 /// # Errors

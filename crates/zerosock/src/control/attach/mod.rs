@@ -68,7 +68,7 @@ pub enum AttachHost {
     HybridEach {
         /// The path. It must contain `{cid}`, which stands for the process's CID.
         path: PathBuf,
-        /// The socket's permission bits; `None`: by the umask.
+        /// The socket's permission bits; `None`: 0600, or 0660 with a group.
         mode: Option<u32>,
         /// The socket's group; `None`: the effective group.
         group: Option<u32>,

@@ -183,7 +183,9 @@ impl Device {
             let Some(chain) = self.queues.rings.tx.as_mut().and_then(|tx| tx.pop()) else {
                 break;
             };
-            self.receive_packet(chain, cx);
+            if let Some((chain, arrival)) = self.open(chain, cx) {
+                self.deliver(chain, arrival, cx);
+            }
             taken += 1;
         }
         cx.shared.counters.rx_packets.add(taken as u64);
@@ -371,7 +373,7 @@ impl Device {
         None
     }
 
-    #[inline]
+    #[inline(always)] // as `open`
     fn deliver(&mut self, chain: Chain, arrival: Arrival, cx: &mut Context<'_>) {
         let Arrival { flow, len, ends } = arrival;
         if let Some(ends) = ends {

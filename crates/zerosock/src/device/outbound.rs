@@ -162,7 +162,7 @@ impl Outbound {
     /// Appends `len` bytes of a chain's readable part. The chain is held if fewer than `share` are
     /// and there is no overflow; else its bytes are copied and the chain is returned for
     /// completion.
-    #[inline]
+    #[inline(always)] // saves copies of the chain
     pub(crate) fn push(
         &mut self,
         mem: &Memory,

@@ -45,6 +45,7 @@ pub(super) fn sends_of(forwarded: &mut Option<Box<Forwarded>>) -> Option<&mut Ze
 
 /// Gives a chain that is used up back to the driver, or keeps it until the sends in flight were
 /// reported if they have taken bytes of it.
+#[inline(always)] // saves a copy of the chain
 pub(super) fn complete_or_keep(
     tx: &mut Option<Ring>,
     forwarded: &mut Option<Box<Forwarded>>,

@@ -195,7 +195,7 @@ impl Bridges {
 
     /// Adds bytes from the guest to those for the other end of a bridge, and lists it as dirty. A chain
     /// beyond the `share` of a stalled bridge is copied and returned for completion.
-    #[inline]
+    #[inline(always)] // saves copies of the chain
     pub(crate) fn push_outbound(
         &mut self,
         key: u32,

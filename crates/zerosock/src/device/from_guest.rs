@@ -8,7 +8,7 @@ use super::flush::share_of;
 use super::outbound::HeldChain;
 use super::state::bridge::BridgePeer;
 use super::state::program::HostToken;
-use super::{Context, Device, TURN_BYTES};
+use super::{Context, Device};
 use crate::header;
 use crate::table::sockets::{
     Arrival, HeldBuffer, LeaseParts, MessageEnd, NoLease, Shown, StreamId,
@@ -174,13 +174,15 @@ impl Device {
         if let Some(tx) = self.queues.rings.tx.as_mut().filter(|r| r.live()) {
             tx.queue.disable_notifications();
         }
-        let mut taken = 0;
+        let most = self.from_guest_budget.bytes();
+        let (mut taken, mut ran_out) = (0, false);
         while taken < BUDGET
-            && self.moved < TURN_BYTES
+            && self.moved < most
             && !self.receive_blocked()
             && !self.app_is_full(cx)
         {
             let Some(chain) = self.queues.rings.tx.as_mut().and_then(|tx| tx.pop()) else {
+                ran_out = true;
                 break;
             };
             if let Some((chain, arrival)) = self.open(chain, cx) {
@@ -197,7 +199,10 @@ impl Device {
         self.drain_events(cx);
         self.flush_dirty(cx);
         self.put_app_controls(cx);
-        taken == BUDGET || self.moved >= TURN_BYTES
+        if cx.shared.app.is_none() {
+            self.from_guest_budget.turn_ended(self.moved, ran_out);
+        }
+        taken == BUDGET || self.moved >= most
     }
 
     /// The fast path for small packets of a connection with the program that holds nothing: passes

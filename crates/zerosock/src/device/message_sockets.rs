@@ -21,7 +21,7 @@ use zerosock_ring::{Chain, GuestSlice, Memory, SliceBuf};
 use super::events::emit;
 use super::state::bridge::BridgePeer;
 use super::to_guest::Fill;
-use super::{Context, Device, TURN_BYTES};
+use super::{Context, Device};
 use crate::device::host_sockets::HostSocket;
 use crate::device::host_sockets::hybrid::{self, Ahead};
 use crate::fallible;
@@ -222,7 +222,7 @@ impl Device {
     pub(super) fn fill_messages_from_socket(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
         let mut failed = false;
         for _ in 0..BUDGET {
-            if self.moved >= TURN_BYTES {
+            if self.moved >= self.most_to_guest(0) {
                 break;
             }
             let Some(bridge) = self.bridges.get_mut(key) else {

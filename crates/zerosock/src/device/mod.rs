@@ -81,8 +81,9 @@ use crate::stats::Gauges;
 use state::bridge::{Bridge, BridgePeer};
 pub(crate) use state::host::HostAccess;
 use state::timers::Timer;
+pub(crate) use state::turn_budget::TURN_BYTES;
 pub(crate) use state::{
-    Context, Device, EVENT, Limits, RX, Shared, TURN_BYTES, TX, VsockRings, Worker, WorkerMessage,
+    Context, Device, EVENT, Limits, RX, Shared, TX, VsockRings, Worker, WorkerMessage,
 };
 use zero_copy::{complete_or_keep, end_sends, return_reported};
 use zerosock_proto::vsock::FlowId;

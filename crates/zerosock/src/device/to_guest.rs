@@ -3,7 +3,8 @@
 //! The device reserves credit and a packet slot for each buffer, fills the payload parts of several
 //! buffers with one `recvmsg`, and writes a header into each filled buffer. It un-pops the others.
 //! The number of buffers per read adapts to the connection: one for small messages, up to
-//! [`MAX_READ_BUFFERS`] for a stream.
+//! [`MAX_READ_BUFFERS`] for a stream. The bytes of a read and of a turn adapt to the device
+//! ([`TurnBudget`](super::state::turn_budget::TurnBudget)).
 
 use super::events::emit;
 use super::sibling as siblings;
@@ -56,7 +57,7 @@ impl Device {
         self.moved = moved;
         let mut reads = READS_PER_TURN;
         while !self.starved
-            && self.moved < TURN_BYTES
+            && self.moved < self.most_to_guest(1)
             && let Some(key) = self.bridges.next_ready(&mut reads)
             && let Some(bridge) = self.bridges.get(key)
         {
@@ -85,11 +86,22 @@ impl Device {
                 }
             }
         }
+        let ran_out = self.starved || !self.bridges.has_ready();
+        self.to_guest_budget.turn_ended(self.moved, ran_out);
         self.renew_share();
         self.transmit_control(cx);
         self.wake_buffer_waiters(cx);
         self.wake_datagram_waiters(cx);
         !self.starved && (self.bridges.has_ready() || !self.outgoing.is_empty())
+    }
+
+    /// Bytes after which this turn ends its reads: the larger budget is for a connection that is ready
+    /// alone. `own`: entries of that connection on the ready list.
+    pub(super) fn most_to_guest(&self, own: usize) -> usize {
+        match self.bridges.ready_len() > own {
+            true => TURN_BYTES,
+            false => self.to_guest_budget.bytes(),
+        }
     }
 
     /// Sends the packets that carry no payload.
@@ -142,7 +154,7 @@ impl Device {
             return Fill::Idle;
         }
         let mut buffer = ArrayVec::<ReservedBuffer, 1>::new();
-        let stop = reserve_buffers(rx, &mut self.shard, flow, 1, &mut buffer);
+        let stop = reserve_buffers(rx, &mut self.shard, flow, 1, TURN_BYTES, &mut buffer);
         let Some(ReservedBuffer {
             chain,
             reservation,
@@ -160,6 +172,7 @@ impl Device {
     }
 
     fn fill_from_socket(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
+        let most = self.most_to_guest(0);
         let (Some(rx), Some(bridge)) = (self.queues.rings.rx.as_mut(), self.bridges.get_mut(key))
         else {
             return Fill::Idle;
@@ -177,7 +190,14 @@ impl Device {
             }
         }
         let mut buffers = ArrayVec::<ReservedBuffer, MAX_READ_BUFFERS>::new();
-        let stop = reserve_buffers(rx, &mut self.shard, flow, bridge.read_chains, &mut buffers);
+        let stop = reserve_buffers(
+            rx,
+            &mut self.shard,
+            flow,
+            bridge.read_chains,
+            most,
+            &mut buffers,
+        );
         if buffers.is_empty() {
             bridge.no_credit = stop == Some(Fill::Idle);
             return stop.unwrap_or(Fill::Idle);
@@ -284,7 +304,9 @@ impl Device {
                 break;
             };
             let mut buffer = ArrayVec::<ReservedBuffer, 1>::new();
-            if let Some(stop) = reserve_buffers(rx, &mut self.shard, flow, 1, &mut buffer) {
+            if let Some(stop) =
+                reserve_buffers(rx, &mut self.shard, flow, 1, TURN_BYTES, &mut buffer)
+            {
                 bridge.no_credit = stop == Fill::Idle;
                 fill = stop;
                 break;
@@ -347,17 +369,18 @@ struct ReservedBuffer {
     room: usize,
 }
 
-/// Pops up to `count` buffers and reserves credit for each. If there are fewer, returns the reason:
-/// `Starved` without buffers, `Idle` without credit.
+/// Pops up to `count` buffers, which may exceed `most` bytes only by the last one, and reserves credit for
+/// each. If there are fewer, returns the reason: `Starved` without buffers, `Idle` without credit.
 fn reserve_buffers<const N: usize>(
     rx: &mut Ring,
     shard: &mut Shard,
     flow: FlowId,
     count: u8,
+    most: usize,
     out: &mut ArrayVec<ReservedBuffer, N>,
 ) -> Option<Fill> {
     let mut total = 0;
-    while out.len() < usize::from(count).min(N) && total < TURN_BYTES {
+    while out.len() < usize::from(count).min(N) && total < most {
         // A buffer with room for a header only is useless for payload.
         let Some(chain) = rx.pop_if(HEADER_LEN + 1, out.is_empty()) else {
             return Some(Fill::Starved);

@@ -22,6 +22,7 @@ use super::traffic::TrafficBoard;
 use super::{Shared, Worker};
 use crate::device::bare::{self, Guest};
 use crate::device::host_sockets::hybrid::OkConvention;
+use crate::device::state::turn_budget::MAX_TURN_BYTES;
 use crate::device::{HostAccess, Limits, TURN_BYTES};
 use crate::routing::Routes;
 use crate::routing::forward::{ForwardRule, ForwardRules};
@@ -264,6 +265,81 @@ fn bytes_of_one_guest_per_turn_are_bounded_and_other_guests_have_turns() {
         assert!((most..most + MAX_PAYLOAD).contains(&bytes), "{bytes}");
         assert_eq!(read_all(&mut other), 1, "turn {turn}");
     }
+}
+
+/// Bytes that a socket takes at once, and that are more than two of the smallest turns.
+const WINDOW: usize = 5 * TURN_BYTES / 2;
+
+/// A guest that sends more only when all was taken, and then more than a turn may take.
+#[test]
+fn turns_of_a_guest_that_waits_for_them_grow_and_other_guests_have_turns() {
+    let mut lab = Harness::new(2);
+    let (bulk, mut sink) = lab.join(0);
+    let (small, mut other) = lab.join(1);
+    let send = |lab: &mut Harness, len| lab.guests[0].send(bulk, host(bulk), Op::Rw, len);
+    let mut turns = Vec::new();
+    for _ in 0..5 {
+        send(&mut lab, MAX_PAYLOAD as u32);
+        send(&mut lab, MAX_PAYLOAD as u32);
+        send(&mut lab, MAX_PAYLOAD as u32 / 2);
+        let (mut count, mut left) = (0, WINDOW);
+        while left > 0 {
+            lab.turn();
+            left -= read_all(&mut sink);
+            count += 1;
+        }
+        lab.settle();
+        turns.push(count);
+    }
+    assert_eq!(turns, [3, 3, 2, 1, 1]);
+    let most = MAX_TURN_BYTES as u64;
+    for _ in 0..24 {
+        send(&mut lab, MAX_PAYLOAD as u32);
+    }
+    for turn in 0..6 {
+        lab.guests[1].send(small, host(small), Op::Rw, 1);
+        let (_, before) = lab.taken_in();
+        lab.turn();
+        let bytes = lab.taken_in().1 - before - 1;
+        assert!((most..most + MAX_PAYLOAD).contains(&bytes), "{bytes}");
+        assert_eq!(read_all(&mut other), 1, "turn {turn}");
+    }
+}
+
+/// A program that writes more only when all was read, alone and beside others.
+#[test]
+fn turns_to_a_guest_grow_for_a_connection_that_is_ready_alone() {
+    let mut lab = Harness::new(2);
+    let (_, mut bulk) = lab.join(0);
+    let (_, mut second) = lab.join(0);
+    let (_, mut neighbour) = lab.join(1);
+    let bytes_of_turn = |lab: &mut Harness| {
+        lab.turn();
+        let packets = lab.guests[0].received();
+        packets.iter().map(|packet| packet.len as usize).sum()
+    };
+    for _ in 0..5 {
+        bulk.write_all(&vec![7; WINDOW]).unwrap();
+        let mut left = WINDOW;
+        while left > 0 {
+            let bytes: usize = bytes_of_turn(&mut lab);
+            left -= bytes;
+        }
+        lab.settle();
+    }
+    neighbour.write_all(&[1]).unwrap();
+    bulk.write_all(&vec![7; WINDOW]).unwrap();
+    assert_eq!(bytes_of_turn(&mut lab), WINDOW, "in one turn");
+    assert_op(&lab.guests[1].received(), Op::Rw);
+    lab.settle();
+    for program in [&mut bulk, &mut second] {
+        program.write_all(&vec![7; WINDOW]).unwrap();
+    }
+    neighbour.write_all(&[1]).unwrap();
+    let bytes = bytes_of_turn(&mut lab);
+    let bound = TURN_BYTES..TURN_BYTES + READ_BYTES as usize;
+    assert!(bound.contains(&bytes), "{bytes}");
+    assert_op(&lab.guests[1].received(), Op::Rw);
 }
 
 /// Programs that write without end, and programs with one byte.

@@ -41,8 +41,8 @@ use crate::routing::forward::ActiveRule;
 
 /// Answers sent to the guest in one turn.
 const BUDGET: usize = 64;
-/// Bytes of the turn's budget charged for a socket that is made.
-const SOCKET: usize = TURN_BYTES / 8;
+/// Most sockets made in one turn: each is charged this part of the turn's budget.
+const SOCKETS_PER_TURN: usize = 8;
 /// Most pieces of memory in one send.
 const PIECES: usize = 64;
 
@@ -144,8 +144,9 @@ impl Device {
             self.end_association(key, "its rule has changed", cx);
         }
         // A guest that uses a new port for each datagram leaves the worker to the others.
-        self.moved += SOCKET;
-        self.datagrams.charged += SOCKET;
+        let charge = self.from_guest_budget.bytes() / SOCKETS_PER_TURN;
+        self.moved += charge;
+        self.datagrams.charged += charge;
         self.associate(from, header.dst, &rule, cx)
     }
 

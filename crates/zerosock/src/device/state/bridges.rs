@@ -167,6 +167,11 @@ impl Bridges {
         !self.ready.is_empty()
     }
 
+    /// Entries of the ready list, stale ones included.
+    pub(crate) fn ready_len(&self) -> usize {
+        self.ready.len()
+    }
+
     pub(crate) fn clear_ready(&mut self) {
         let mut budget = usize::MAX;
         while self.next_ready(&mut budget).is_some() {}

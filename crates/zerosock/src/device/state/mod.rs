@@ -19,6 +19,7 @@ pub(crate) mod sibling_message;
 pub(crate) mod stop;
 pub(crate) mod teardown;
 pub(crate) mod timers;
+pub(crate) mod turn_budget;
 pub(crate) mod zero_copy;
 
 use std::collections::VecDeque;
@@ -49,6 +50,7 @@ use self::queue_pairs::QueuePairSet;
 use self::stop::Stop;
 use self::teardown::Teardown;
 use self::timers::Timers;
+use self::turn_budget::TurnBudget;
 use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::traffic::Traffic;
 use crate::routing::Routes;
@@ -64,11 +66,6 @@ pub(crate) const TX: u16 = 1;
 
 /// Index of the event queue.
 pub(crate) const EVENT: u16 = 2;
-
-/// Payload bytes after which a turn of a device ends, in each direction. The buffers are published then,
-/// so that a guest on another core fills and reads them while the worker continues: a larger turn makes
-/// guest and worker wait for each other, because credit (256 KiB for Linux) bounds the bytes under way.
-pub(crate) const TURN_BYTES: usize = 64 << 10;
 
 /// Limits of each device.
 #[derive(Clone, Copy, Debug)]
@@ -166,6 +163,10 @@ pub(crate) struct Device {
     pub(in crate::device) unanswered: usize,
     /// Payload bytes moved in this turn in the current direction.
     pub(in crate::device) moved: usize,
+    /// The bound of `moved` for packets from the guest. Devices of an embedding program keep the smallest.
+    pub(in crate::device) from_guest_budget: TurnBudget,
+    /// The bound of `moved` for packets to the guest, and of the bytes of one read from a host socket.
+    pub(in crate::device) to_guest_budget: TurnBudget,
     /// The guest had no buffer for something that is to be sent to it.
     pub(in crate::device) starved: bool,
     pub(in crate::device) app: AppState,
@@ -214,6 +215,8 @@ impl Device {
             sends_end_by: None,
             unanswered: 0,
             moved: 0,
+            from_guest_budget: TurnBudget::default(),
+            to_guest_budget: TurnBudget::default(),
             starved: false,
             app: AppState::default(),
             datagrams: Datagrams::new(),

@@ -47,7 +47,7 @@ fn options_that_do_not_go_together_are_refused_by_name() {
         ("--socket a --tap t --mac 01:00:00:00:00:01", "--mac"),
         ("--socket a --tap t --queues 0", "--queues: 1 to 16"),
         ("--socket a --tap t --queues 17", "--queues: 1 to 16"),
-        ("--socket a --tap t --mtu 67", "--mtu: at least 68"),
+        ("--socket a --tap t --mtu 67", "--mtu: 68 to 65521, not 67"),
         ("--socket a --tap t --mtu 65536", "--mtu"),
         ("--socket a --tap a-name-of-sixteen", "1 to 15 bytes"),
         (
@@ -233,7 +233,7 @@ fn an_interface_that_others_have_or_may_open_is_taken_only_shared() {
 #[test]
 fn an_interface_becomes_a_port_of_a_bridge() {
     isolated("an_interface_becomes_a_port_of_a_bridge", || {
-        let missing = "bridge br0: tap: No such device";
+        let missing = "tap tap: cannot be a port of bridge br0: there is no bridge br0: make it";
         refused(
             &mut within("", "--socket @/net --tap tap --bridge br0"),
             1,
@@ -256,7 +256,7 @@ fn an_interface_becomes_a_port_of_a_bridge() {
         net.wait();
         net.stop();
         ip("link add br1 type bridge");
-        let wanted = "bridge br1: tap: Device or resource busy";
+        let wanted = "tap tap: cannot be a port of bridge br1: it is a port of another bridge";
         refused(
             &mut within("", "--socket @/net --tap tap --bridge br1"),
             1,

@@ -71,8 +71,10 @@ pub(crate) struct NetArgs {
     #[arg(long, requires = "mac")]
     pub(super) mac_filter: bool,
 
-    /// MTU of the interface and of the guest, from 68 to 65535; longer frames of the guest are dropped
-    /// [default: that of the interface, not told to the guest]
+    /// MTU of the interface and of the guest, from 68 to 65521, with --xdp to 1510; longer frames of the guest are
+    /// dropped [default: that of the interface, not told to the guest]
+    ///
+    /// A guest of QEMU learns it from host_mtu=BYTES at its -device only; otherwise it keeps 1500.
     #[arg(long, value_name = "BYTES", value_parser = number::parse::<u16>)]
     pub(super) mtu: Option<u16>,
 

@@ -8,6 +8,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _};
@@ -31,6 +32,8 @@ use crate::sockets::{self, Access, SocketFile};
 /// Descriptors that a front-end may have sent and that are not closed.
 const DESCRIPTORS: u64 = 256;
 
+/// Largest MTU of a TAP: the kernel's limit of 65535 bytes less the Ethernet header.
+const MAX_TAP_MTU: u16 = u16::MAX - ETHERNET_LEN as u16;
 /// Largest MTU of a guest on AF_XDP.
 const MAX_XDP_MTU: u16 = MAX_FRAME as u16 - ETHERNET_LEN as u16;
 
@@ -129,8 +132,8 @@ impl Network {
         if !(1..=MAX_PAIRS).contains(&queues) {
             return wrong("queues", format!("1 to {MAX_PAIRS}, not {queues}"));
         }
-        if let Some(mtu) = mtu.filter(|mtu| *mtu < MIN_MTU) {
-            return wrong("mtu", format!("at least {MIN_MTU}, not {mtu}"));
+        if let Some(mtu) = mtu.filter(|mtu| !(MIN_MTU..=MAX_TAP_MTU).contains(mtu)) {
+            return wrong("mtu", format!("{MIN_MTU} to {MAX_TAP_MTU}, not {mtu}"));
         }
         let is_switch = self.guests.len() > 1;
         let has_tap = self.tap.is_some() || !self.tap_fd.is_empty();
@@ -279,12 +282,28 @@ impl Network {
             step(&format!("mtu {mtu}: {name}"), name.set_mtu(mtu))?;
         }
         if let Some(bridge) = &self.bridge {
-            let joined = name.join_bridge(bridge);
-            step(&format!("bridge {bridge}: {name}"), joined)?;
+            name.join_bridge(bridge).map_err(|error| {
+                Failure::runtime(format_args!(
+                    "tap {name}: cannot be a port of bridge {bridge}: {}",
+                    bridge_fault(bridge, &error)
+                ))
+            })?;
         }
         let up = name.bring_up();
         step(&format!("tap {name}: cannot bring it up"), up)?;
         Ok(Some(tap))
+    }
+}
+
+/// Why an interface is no port of this bridge, and what to do.
+fn bridge_fault(bridge: &InterfaceName, error: &io::Error) -> String {
+    match error.raw_os_error().map(Errno::from_raw_os_error) {
+        Some(Errno::NODEV) => {
+            format!("there is no bridge {bridge}: make it with `ip link add {bridge} type bridge`")
+        }
+        Some(Errno::OPNOTSUPP) => format!("{bridge} is no bridge"),
+        Some(Errno::BUSY) => "it is a port of another bridge".to_owned(),
+        _ => error.to_string(),
     }
 }
 
@@ -448,6 +467,19 @@ mod tests {
     }
 
     #[test]
+    fn the_fault_of_a_bridge_names_it() {
+        let bridge = "nobr".parse().unwrap();
+        let fault = |error: Errno| bridge_fault(&bridge, &error.into());
+        assert_eq!(
+            fault(Errno::NODEV),
+            "there is no bridge nobr: make it with `ip link add nobr type bridge`"
+        );
+        assert_eq!(fault(Errno::OPNOTSUPP), "nobr is no bridge");
+        assert_eq!(fault(Errno::BUSY), "it is a port of another bridge");
+        assert!(fault(Errno::PERM).starts_with("Operation not permitted"));
+    }
+
+    #[test]
     fn what_does_not_go_together_is_refused_by_name() {
         assert!(network("{tap: t0, bridge: b, guests: [{socket: a}]}").is_ok());
         assert!(network("{guests: [{socket: a}, {socket: b}]}").is_ok());
@@ -458,7 +490,11 @@ mod tests {
             ("{tap: t0, guests: []}", "guests: none"),
             (
                 "{tap: t0, mtu: 67, guests: [{socket: a}]}",
-                "mtu: at least 68",
+                "mtu: 68 to 65521, not 67",
+            ),
+            (
+                "{tap: t0, mtu: 65522, guests: [{socket: a}]}",
+                "mtu: 68 to 65521, not 65522",
             ),
             (
                 "{tap: t0, queues: 17, guests: [{socket: a}]}",

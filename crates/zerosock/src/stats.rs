@@ -135,7 +135,7 @@ counters! {
     kicks,
     /// Handshakes of host programs that were closed: time-out, or no CONNECT line.
     bad_handshakes,
-    /// Connects to host sockets that were retried because the listener's backlog was full.
+    /// Connects, in either direction, that were retried because the listener's backlog was full.
     connect_retries,
     /// Ended connections that were dropped because the host program did not read the last bytes in
     /// time.

@@ -11,7 +11,7 @@ use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::header;
 use zerosock_proto::Cid;
-use zerosock_proto::vsock::{Event, FlowId};
+use zerosock_proto::vsock::{Event, FlowId, RefuseReason};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 use zerosock_ring::Chain;
 use zerosock_virtio::ring::Ring;
@@ -63,6 +63,10 @@ impl Device {
                 }
             }
             Event::Connected { flow } => self.guest_accepted(flow, cx),
+            Event::Refused {
+                flow,
+                reason: RefuseReason::Reset,
+            } if self.call_refused(flow, cx) => {}
             Event::Refused { flow, reason } => {
                 self.count_refused(flow, reason, cx);
                 if let Some(key) = self.bridges.key_of(flow) {
@@ -108,6 +112,7 @@ impl Device {
             return;
         };
         self.log_flow(flow, "connection opened");
+        self.call_accepted(flow, cx);
         let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
@@ -303,6 +308,7 @@ impl Device {
                 Timer::Handshake(key) => self.handshake_timed_out(key, cx),
                 Timer::Connect(key) => self.connect_timed_out(key, cx),
                 Timer::Backlog(to) => self.retry_connects(to, cx),
+                Timer::GuestBacklog(to) => self.retry_calls(to, cx),
                 Timer::Linger => self.linger_timed_out(cx),
                 Timer::Accept(key) => self.accept(key, cx),
                 Timer::Hold(key) => self.hold_timed_out(key, cx),

@@ -2,6 +2,7 @@
 
 use super::backlog::Tried;
 use super::state::bridge::{Bridge, BridgePeer};
+use super::state::guest_backlogs::Call;
 use super::state::timers::Timer;
 use super::virtio::{BRIDGE, HANDSHAKE, LISTENER};
 use super::{Context, Device};
@@ -301,6 +302,23 @@ impl Device {
         watched: bool,
         cx: &mut Context<'_>,
     ) {
+        let Some(caller) = self.wait_for_listener(caller, watched, cx) else {
+            return;
+        };
+        let deadline = cx.now + cx.shared.limits.connect;
+        self.try_call(caller, local, watched, deadline, cx);
+    }
+
+    /// Sends the guest the request of a program, which it has to answer before `deadline`. Returns the
+    /// flow, or `None` if the program is refused.
+    pub(super) fn try_call(
+        &mut self,
+        caller: Caller,
+        local: Port,
+        watched: bool,
+        deadline: Instant,
+        cx: &mut Context<'_>,
+    ) -> Option<FlowId> {
         let Some(flow) = self.begin_connect(&caller, local, cx) else {
             if watched {
                 forget_handshake(&caller.socket, cx);
@@ -309,15 +327,25 @@ impl Device {
                 self.refuse_forwarded(forwarded, "its endpoint cannot be connected to");
             }
             caller.socket.abort();
-            return;
+            return None;
         };
         let Caller {
             socket,
+            socket_type,
             to: port,
             wants_ok,
             forwarded,
-            ..
         } = caller;
+        let left = deadline.saturating_duration_since(cx.now);
+        // Fails if the flow has ended.
+        let _ = self.shard.set_connect_timeout(cx.now, flow, left);
+        let call = Call {
+            to: port,
+            socket_type,
+            wants_ok,
+            deadline,
+        };
+        self.await_answer(flow, call);
         let given = self.shard.flow(flow).map_or(port, |f| f.local.port);
         let ok = wants_ok.then_some(match cx.shared.limits.ok {
             OkConvention::GuestPort => port,
@@ -325,12 +353,10 @@ impl Device {
         });
         let key = self.add_bridge(flow, BridgePeer::Socket { socket, ok }, cx);
         let token = self.token(BRIDGE, key);
-        let Some(bridge) = self.bridges.get_mut(key) else {
-            return;
-        };
+        let bridge = self.bridges.get_mut(key)?;
         bridge.forwarded = forwarded;
         let BridgePeer::Socket { socket, .. } = &bridge.peer else {
-            return;
+            return None;
         };
         let watched = match watched {
             true => cx.poller.change(socket, token, Interest::Incoming),
@@ -341,7 +367,9 @@ impl Device {
                 "cannot add a host program's socket to the poller: {error}"
             ));
             self.reset_bridge(key, cx);
+            return None;
         }
+        Some(flow)
     }
 
     /// Sends the guest a request of a host program. `None`: the program is refused.

@@ -15,7 +15,7 @@
 //!   guest memory into the socket;
 //! - `to_guest`: packets to the guest; payload comes by `recvmsg` from the socket into the
 //!   buffers that the guest has posted;
-//! - `events`, `host`, `backlog`, `lingering`, `sibling`: the life cycle of connections, and
+//! - `events`, `host`, `backlog`, `guest_backlog`, `lingering`, `sibling`: the life cycle of connections, and
 //!   `connection_log` what the log says about it;
 //! - `forwarded`: connections by rule with sockets outside, TCP and UDP among them; `zero_copy`: sends
 //!   of which the kernel reads the bytes later;
@@ -44,6 +44,7 @@ pub(crate) mod factory;
 mod flush;
 mod forwarded;
 mod from_guest;
+mod guest_backlog;
 pub(crate) mod host;
 pub(crate) mod host_sockets;
 #[cfg(test)]
@@ -188,6 +189,11 @@ impl Device {
             forwarded.finish();
         }
         self.backlogs.forget(key, &bridge);
+        if !bridge.open
+            && let Some(flow) = bridge.flow
+        {
+            self.forget_call(flow, cx);
+        }
         if bridge.flow.is_none() {
             self.lingering.stop(key, &mut self.timers);
         }

@@ -77,6 +77,7 @@ impl Device {
         self.bridges.clear_ready();
         self.outgoing.clear();
         self.coalesced.clear();
+        self.end_calls(cx);
         self.forget_datagrams(cx);
     }
 

@@ -5,12 +5,15 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread;
+use std::time::Duration;
 
 use zerosock::Port;
 use zerosock::forward::{ListenAddress, ListenRule};
 use zerosock::vsock::{Endpoint, Listener};
 
-use super::common::{PATIENCE, assert_bytes, bytes, deadline, eventually};
+use super::common::{
+    PATIENCE, assert_bytes, bytes, deadline, eventually, eventually_with, hybrid, read_ok,
+};
 use super::{Lab, with_time_outs};
 
 /// A bound socket of a rule, and its address.
@@ -139,7 +142,7 @@ fn a_guest_that_does_not_listen_or_is_not_there_resets_the_client() {
     let mut guest = lab.guest();
     let client = connect(on);
     let reset = thread::spawn(move || is_reset(client));
-    super::common::eventually_with(&mut guest, "a reset", |_| reset.is_finished());
+    eventually_with(&mut guest, "a reset", |_| reset.is_finished());
     reset.join().unwrap();
     eventually("counted", || lab.rule(0).refused == 2);
     assert_eq!(lab.rule(0).opened, 0);
@@ -165,7 +168,7 @@ fn clients_from_other_networks_and_over_the_limit_are_reset() {
     // A place is free again once the first connection has ended.
     drop(first);
     guest.close(stream).unwrap();
-    super::common::eventually_with(&mut guest, "a free place", |_| lab.rule(0).active == 1);
+    eventually_with(&mut guest, "a free place", |_| lab.rule(0).active == 1);
     let _third = connect(on);
     guest.wait_accept(Port::new(22), deadline()).unwrap();
     assert_eq!((lab.rule(0).refused, lab.rule(1).refused), (1, 1));
@@ -326,4 +329,87 @@ fn the_proxy_header_of_a_unix_client_has_no_address_and_is_a_message_where_there
     assert_eq!(proxy_header(&got[..header]), ((0x20, 0), &[][..], &[][..]));
     let hello = socket.recv(&mut got).unwrap().unwrap().len;
     assert_eq!(&got[..hello], b"hello");
+}
+
+/// The guest answers a full backlog as it answers for a port without a listener: by a reset.
+#[test]
+fn a_burst_above_the_backlog_of_a_guests_listener_is_served() {
+    const CLIENTS: usize = 60;
+    let (socket, on) = tcp_listener();
+    let (other, silent_on) = tcp_listener();
+    let lab = Lab::with(1, |config| {
+        config.listen = vec![
+            listening(on, socket, "3:22"),
+            listening(silent_on, other, "3:23"),
+        ];
+        config.connect_timeout = PATIENCE;
+    });
+    let port = Port::new(22);
+    let mut guest = lab.guest();
+    guest.listen(port, 8).unwrap();
+    for by_rule in [true, false] {
+        let before = lab.stats().connect_retries;
+        let mut tcp: Vec<TcpStream> = Vec::new();
+        let mut unix: Vec<UnixStream> = Vec::new();
+        let mut served = 0;
+        // The first one shows that the port has a listener. This guest sends resets before it accepts.
+        for burst in [1, CLIENTS] {
+            for _ in 0..burst {
+                if by_rule {
+                    tcp.push(connect(on));
+                } else {
+                    let mut client = hybrid(&lab.vms[0].uds_path);
+                    client.write_all(b"CONNECT 22\n").unwrap();
+                    unix.push(client);
+                }
+            }
+            let until = served + burst;
+            eventually_with(&mut guest, "all served", |guest| {
+                while let Some(stream) = guest.accept(port) {
+                    assert_eq!(guest.send(stream, b"x").unwrap(), 1);
+                    served += 1;
+                }
+                served == until
+            });
+        }
+        let reading = thread::spawn(move || {
+            for client in &mut tcp {
+                client.read_exact(&mut [0; 1]).unwrap();
+            }
+            for client in &mut unix {
+                read_ok(client).unwrap();
+                client.read_exact(&mut [0; 1]).unwrap();
+            }
+        });
+        eventually_with(&mut guest, "all read", |_| reading.is_finished());
+        reading.join().unwrap();
+        assert!(lab.stats().connect_retries > before, "rule: {by_rule}");
+    }
+    // A port that has accepted nothing answers at once.
+    let before = lab.stats().connect_retries;
+    let client = connect(silent_on);
+    let reset = thread::spawn(move || is_reset(client));
+    eventually_with(&mut guest, "a reset", |_| reset.is_finished());
+    reset.join().unwrap();
+    assert_eq!(lab.stats().connect_retries, before);
+}
+
+#[test]
+fn a_client_is_reset_at_the_connect_time_out_if_the_backlog_stays_full() {
+    let (socket, on) = tcp_listener();
+    let lab = Lab::with(1, |config| {
+        config.listen = vec![listening(on, socket, "3:22")];
+        config.connect_timeout = Duration::from_millis(300);
+    });
+    let mut guest = lab.guest();
+    guest.listen(Port::new(22), 1).unwrap();
+    // As Linux does, the guest lets one more wait.
+    let _first = [connect(on), connect(on)];
+    eventually_with(&mut guest, "the first", |_| lab.rule(0).opened == 2);
+    let client = connect(on);
+    let reset = thread::spawn(move || is_reset(client));
+    eventually_with(&mut guest, "a reset", |_| reset.is_finished());
+    reset.join().unwrap();
+    assert!(lab.stats().connect_retries > 0);
+    eventually("counted", || lab.rule(0).refused == 1);
 }

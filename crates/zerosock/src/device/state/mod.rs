@@ -8,6 +8,7 @@ pub(crate) mod bridge;
 pub(crate) mod bridges;
 pub(crate) mod datagrams;
 pub(crate) mod forwarded;
+pub(crate) mod guest_backlogs;
 pub(crate) mod host;
 pub(crate) mod lingering;
 pub(crate) mod loans;
@@ -43,6 +44,7 @@ use self::app::AppState;
 use self::backlogs::Backlogs;
 use self::bridges::Bridges;
 use self::datagrams::Datagrams;
+use self::guest_backlogs::GuestBacklogs;
 use self::host::{Handshake, HostAccess};
 use self::lingering::Lingering;
 use self::program::App;
@@ -151,6 +153,7 @@ pub(crate) struct Device {
     pub(in crate::device) reset_next: Option<u32>,
     pub(in crate::device) lingering: Lingering,
     pub(in crate::device) backlogs: Backlogs,
+    pub(in crate::device) guest_backlogs: GuestBacklogs,
     pub(in crate::device) handshakes: Slab<Handshake>,
     /// Messages with remaining bytes that wait for buffers of the guest.
     pub(in crate::device) outgoing: VecDeque<Outgoing>,
@@ -208,6 +211,7 @@ impl Device {
             reset_next: None,
             lingering: Lingering::default(),
             backlogs: Backlogs::default(),
+            guest_backlogs: GuestBacklogs::default(),
             handshakes: Slab::new(),
             outgoing: VecDeque::new(),
             coalesced: CoalescedWrites::default(),

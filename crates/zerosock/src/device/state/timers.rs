@@ -4,7 +4,7 @@
 //! now, so the handler checks the deadline that is stored in the object.
 
 use std::collections::BTreeSet;
-use zerosock_proto::Instant;
+use zerosock_proto::{Instant, Port};
 
 use crate::device::host_sockets::HostPort;
 
@@ -17,6 +17,8 @@ pub(crate) enum Timer {
     Connect(u32),
     /// Retries connects to a host socket with a full backlog.
     Backlog(HostPort),
+    /// Retries connects to a port of the guest with a full backlog.
+    GuestBacklog(Port),
     /// Closes host sockets that do not take the last bytes of ended connections.
     Linger,
     /// Copies out the chains that a stalled connection holds.

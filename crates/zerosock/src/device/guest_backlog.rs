@@ -1,0 +1,226 @@
+//! Retries of connects to a guest's listener whose backlog is full.
+//!
+//! A guest answers with a reset for that, as for a port without a listener. Only where the port has accepted
+//! a connection in the last second does the device try again: after a pause that doubles, with one attempt
+//! at a time for each port, until the connect deadline. Other programs that connect to the port wait behind
+//! those that wait. [`backlog`](super::backlog) does the other direction.
+//!
+//! # Invariants
+//! - A program is in one list, or its attempt is under way, until it is connected or refused.
+//! - A program that waits has no bridge, and its socket is not in the poller.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use zerosock_proto::Port;
+use zerosock_proto::vsock::{FlowId, QueuePairs};
+
+use super::state::bridge::BridgePeer;
+use super::state::guest_backlogs::{Call, GuestBacklog};
+use super::state::host::Caller;
+use super::state::timers::Timer;
+use super::{Context, Device};
+use crate::stats::RefusalCause;
+
+/// The first pause.
+const FIRST_PAUSE: Duration = Duration::from_millis(1);
+/// The longest pause.
+const LONGEST_PAUSE: Duration = Duration::from_millis(100);
+/// Programs that are refused per call.
+const BUDGET: usize = 64;
+
+impl Device {
+    /// Puts a program behind others that wait for the same port. Returns it if none does.
+    pub(super) fn wait_for_listener(
+        &mut self,
+        caller: Caller,
+        watched: bool,
+        cx: &mut Context<'_>,
+    ) -> Option<Caller> {
+        if !self.accepts_requests() || !self.guest_backlogs.has_room() {
+            return Some(caller);
+        }
+        let Some(port) = self.guest_backlogs.ports.get_mut(&caller.to) else {
+            return Some(caller);
+        };
+        if watched {
+            cx.poller.remove(&caller.socket);
+        }
+        let deadline = cx.now + cx.shared.limits.connect;
+        port.waiting.push_back((deadline, caller));
+        None
+    }
+
+    /// Records a connect whose answer is expected.
+    pub(super) fn await_answer(&mut self, flow: FlowId, call: Call) {
+        self.guest_backlogs.calls.insert(flow, call);
+    }
+
+    /// The guest has accepted a connect.
+    pub(super) fn call_accepted(&mut self, flow: FlowId, cx: &Context<'_>) {
+        if let Some(call) = self.guest_backlogs.calls.remove(&flow) {
+            self.guest_backlogs.note_accepted(call.to, cx.now);
+            self.attempt_ended(flow, call.to, None, cx);
+        }
+    }
+
+    /// The guest has refused a connect by a reset. Returns whether the program waits for another attempt.
+    pub(super) fn call_refused(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
+        let all = &mut self.guest_backlogs;
+        let Some(call) = all.calls.remove(&flow) else {
+            return false;
+        };
+        let retries = self.queue_pairs.used == QueuePairs::ONE
+            && all.has_accepted_lately(call.to, cx.now)
+            && all.has_room()
+            && cx.now < call.deadline;
+        let bridge = self.bridges.key_of(flow).filter(|_| retries);
+        let Some(bridge) = bridge.and_then(|key| self.bridges.remove(key)) else {
+            self.attempt_ended(flow, call.to, None, cx);
+            return false;
+        };
+        cx.shared.counters.conns_removed.add(1);
+        let BridgePeer::Socket { socket, .. } = bridge.peer else {
+            // Only these are recorded.
+            return false;
+        };
+        // An event would be attributed to the next bridge with this key.
+        cx.poller.remove(&socket);
+        let caller = Caller {
+            socket,
+            socket_type: call.socket_type,
+            to: call.to,
+            wants_ok: call.wants_ok,
+            forwarded: bridge.forwarded,
+        };
+        let deadline = call.deadline;
+        match self.guest_backlogs.ports.get_mut(&call.to) {
+            None => {
+                let next = deadline.min(cx.now + FIRST_PAUSE);
+                let port = GuestBacklog {
+                    waiting: VecDeque::from([(deadline, caller)]),
+                    pause: FIRST_PAUSE,
+                    next,
+                    attempt: None,
+                };
+                self.guest_backlogs.ports.insert(call.to, port);
+                self.timers.set(next, Timer::GuestBacklog(call.to));
+            }
+            Some(port) => {
+                // Those of a burst were refused in the order of their connects.
+                let at = port
+                    .waiting
+                    .partition_point(|(other, _)| *other <= deadline);
+                let at = if port.attempt == Some(flow) { 0 } else { at };
+                port.waiting.insert(at, (deadline, caller));
+                let pause = (port.pause * 2).min(LONGEST_PAUSE);
+                self.attempt_ended(flow, call.to, Some(pause), cx);
+            }
+        }
+        true
+    }
+
+    /// A connect has ended without an answer.
+    pub(super) fn forget_call(&mut self, flow: FlowId, cx: &Context<'_>) {
+        if let Some(call) = self.guest_backlogs.calls.remove(&flow) {
+            self.attempt_ended(flow, call.to, None, cx);
+        }
+    }
+
+    /// The attempt of a port has ended: sets the time of the next one, at once without a `pause`.
+    fn attempt_ended(&mut self, flow: FlowId, to: Port, pause: Option<Duration>, cx: &Context<'_>) {
+        if let Some(port) = self.guest_backlogs.ports.get_mut(&to)
+            && port.attempt == Some(flow)
+        {
+            port.attempt = None;
+            port.pause = pause.unwrap_or(FIRST_PAUSE);
+            let first = port
+                .waiting
+                .front()
+                .map_or(cx.now, |(deadline, _)| *deadline);
+            let next = cx.now + pause.unwrap_or(Duration::from_nanos(1));
+            port.next = if pause.is_some() {
+                next.min(first)
+            } else {
+                next
+            };
+            self.timers.set(port.next, Timer::GuestBacklog(to));
+        }
+    }
+
+    /// Refuses the programs that have waited for too long, and tries the first of the others.
+    pub(super) fn retry_calls(&mut self, to: Port, cx: &mut Context<'_>) {
+        for _ in 0..BUDGET {
+            let Some(port) = self.guest_backlogs.ports.get_mut(&to) else {
+                return;
+            };
+            if port.next > cx.now {
+                // The timer of an earlier list of this port.
+                return;
+            }
+            let Some(&(deadline, _)) = port.waiting.front() else {
+                if port.attempt.is_none() {
+                    self.guest_backlogs.ports.remove(&to);
+                }
+                return;
+            };
+            let is_late = deadline <= cx.now;
+            if port.attempt.is_some() && !is_late {
+                port.next = deadline;
+                self.timers.set(deadline, Timer::GuestBacklog(to));
+                return;
+            }
+            let Some((_, caller)) = port.waiting.pop_front() else {
+                return;
+            };
+            if is_late {
+                self.give_up_call(caller, cx);
+                continue;
+            }
+            cx.shared.counters.connect_retries.add(1);
+            let attempt = self.try_call(caller, Port::ANY, false, deadline, cx);
+            let Some(port) = self.guest_backlogs.ports.get_mut(&to) else {
+                return;
+            };
+            port.attempt = attempt;
+            // Without an attempt the next one follows.
+            if attempt.is_some() {
+                let first = port.waiting.front().map(|(deadline, _)| *deadline);
+                port.next = first.unwrap_or(deadline);
+                self.timers.set(port.next, Timer::GuestBacklog(to));
+                return;
+            }
+        }
+        // The rest in the next turn.
+        if let Some(port) = self.guest_backlogs.ports.get_mut(&to) {
+            port.next = cx.now + Duration::from_nanos(1);
+            self.timers.set(port.next, Timer::GuestBacklog(to));
+        }
+    }
+
+    fn give_up_call(&self, caller: Caller, cx: &Context<'_>) {
+        let reason = "the backlog of the endpoint's listener stays full";
+        cx.shared.counters.refuse(RefusalCause::Endpoint);
+        tracing::debug!(cid = %self.cid, port = %caller.to, reason, "host program refused");
+        self.end_call(caller, reason);
+    }
+
+    fn end_call(&self, caller: Caller, reason: &str) {
+        if let Some(forwarded) = &caller.forwarded {
+            self.refuse_forwarded(forwarded, reason);
+        }
+        caller.socket.abort();
+    }
+
+    /// Refuses all programs that wait: the driver has gone.
+    pub(super) fn end_calls(&mut self, cx: &Context<'_>) {
+        let all = std::mem::take(&mut self.guest_backlogs);
+        for (to, port) in all.ports {
+            self.timers.cancel(port.next, Timer::GuestBacklog(to));
+            for (_, caller) in port.waiting {
+                cx.shared.counters.refuse(RefusalCause::Unreachable);
+                self.end_call(caller, "the endpoint has gone");
+            }
+        }
+    }
+}

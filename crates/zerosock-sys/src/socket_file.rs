@@ -17,7 +17,7 @@
 //! The kernel reports the socket's address as `/proc/self/fd/N/NAME`: it is the path by which the
 //! socket was bound, and a rename does not change it.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
@@ -171,11 +171,13 @@ pub(crate) fn device_and_inode(status: &Statx) -> Place {
     (status.stx_dev_major, status.stx_dev_minor, status.stx_ino)
 }
 
-/// The sockets of this process that were made with [`Options::reserved`].
-static RESERVED: LazyLock<Mutex<HashSet<Place>>> = LazyLock::new(Mutex::default);
+/// The sockets of this process that were made with [`Options::reserved`], and how many reservations each has:
+/// a file system gives the inode of a removed file to a new one while the [`SocketFile`] of the old one
+/// still exists.
+static RESERVED: LazyLock<Mutex<HashMap<Place, usize>>> = LazyLock::new(Mutex::default);
 
-fn reserved() -> MutexGuard<'static, HashSet<Place>> {
-    // Each change is one call.
+fn reserved() -> MutexGuard<'static, HashMap<Place, usize>> {
+    // Nothing that can panic happens between two changes.
     RESERVED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -185,19 +187,25 @@ struct Reservation(Place);
 
 impl Reservation {
     fn new(place: Place) -> Reservation {
-        reserved().insert(place);
+        *reserved().entry(place).or_default() += 1;
         Reservation(place)
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        reserved().remove(&self.0);
+        let mut all = reserved();
+        if let Some(count) = all.get_mut(&self.0) {
+            *count -= 1;
+            if *count == 0 {
+                all.remove(&self.0);
+            }
+        }
     }
 }
 
 pub(crate) fn is_reserved(status: &Statx) -> bool {
-    reserved().contains(&device_and_inode(status))
+    reserved().contains_key(&device_and_inode(status))
 }
 
 /// Reserves the socket at a path, which another process has made for this one, until this process ends.
@@ -206,7 +214,8 @@ pub(crate) fn is_reserved(status: &Statx) -> bool {
 /// The path does not lead to a file.
 pub fn reserve(path: &Path) -> io::Result<()> {
     let entry = walk::open(path)?;
-    reserved().insert(device_and_inode(&entry.status));
+    // Its count never falls to 0.
+    std::mem::forget(Reservation::new(device_and_inode(&entry.status)));
     Ok(())
 }
 

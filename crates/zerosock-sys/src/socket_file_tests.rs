@@ -221,3 +221,14 @@ fn a_directory_that_other_users_may_enter_is_not_taken_for_ours() {
     drop(made);
     assert!(!place.exists());
 }
+
+/// A file system gives the inode of a removed file to the next one.
+#[test]
+fn a_socket_with_the_inode_of_a_removed_one_stays_reserved() {
+    let place = (u32::MAX, u32::MAX, 1);
+    let (old, new) = (Reservation::new(place), Reservation::new(place));
+    drop(old);
+    assert!(reserved().contains_key(&place));
+    drop(new);
+    assert!(!reserved().contains_key(&place));
+}

@@ -146,7 +146,15 @@ pub fn learn() -> io::Result<()> {
 }
 
 fn read() -> io::Result<String> {
-    let mut list = File::open("/proc/thread-self/mountinfo")?;
+    let mut list =
+        File::open("/proc/thread-self/mountinfo").map_err(|error| match error.kind() {
+            // Not what is said of a mount that is in no list.
+            io::ErrorKind::NotFound => io::Error::new(
+                io::ErrorKind::Unsupported,
+                "/proc is not mounted; without it the file system of a path is not known",
+            ),
+            _ => error,
+        })?;
     let mut text = String::new();
     list.read_to_string(&mut text)?;
     let local = parse(&text).filter(|mount| mount.usable() == Use::Local);

@@ -17,27 +17,34 @@ use zerosock_sys::socket_path;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
+fn check(result: libc::c_int) -> io::Result<()> {
+    match result {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Gives this thread a mount namespace of its own.
+fn isolate() -> io::Result<()> {
+    let (none, private) = (std::ptr::null(), libc::MS_REC | libc::MS_PRIVATE);
+    // SAFETY: changes the mount namespace of this thread alone.
+    check(unsafe { libc::unshare(libc::CLONE_NEWNS) })?;
+    // SAFETY: the path is a string; the other pointers may be null.
+    check(unsafe { libc::mount(none, c"/".as_ptr(), none, private, none.cast()) })
+}
+
 /// Mounts a file system of which only the root exists, a file of this mode, in a mount namespace of
 /// this thread. All users may use it; it belongs to `user`.
 fn mount(device: &File, path: &Path, mode: u32, user: u32) -> io::Result<()> {
-    let check = |result| match result {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    };
     let text = |text: &[u8]| CString::new(text).unwrap();
-    let (name, kind, root) = (text(b"zerosock-test"), text(b"fuse"), text(b"/"));
+    let (name, kind) = (text(b"zerosock-test"), text(b"fuse"));
     let path = text(path.as_os_str().as_bytes());
     let device = device.as_raw_fd();
     let options = format!(
         "fd={device},rootmode={mode:o},user_id={user},group_id=0,default_permissions,allow_other"
     );
     let options = text(options.as_bytes());
-    let none = std::ptr::null();
-    // SAFETY: changes the mount namespace of this thread alone.
-    check(unsafe { libc::unshare(libc::CLONE_NEWNS) })?;
-    let private = libc::MS_REC | libc::MS_PRIVATE;
-    // SAFETY: `root` is a string; the other pointers may be null.
-    check(unsafe { libc::mount(none, root.as_ptr(), none, private, none.cast()) })?;
+    isolate()?;
     let data = options.as_ptr().cast();
     // SAFETY: all are strings that live until the call returns.
     check(unsafe { libc::mount(name.as_ptr(), path.as_ptr(), kind.as_ptr(), 0, data) })
@@ -122,5 +129,24 @@ fn a_mount_of_another_user_on_the_way_is_refused_without_a_call_to_its_server() 
         assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
         let wanted = format!("{}: a file system of user 65534 (FUSE)", way.display());
         assert!(error.to_string().starts_with(&wanted), "{error}");
+    }
+}
+
+#[test]
+fn without_proc_a_path_is_refused_for_that_reason() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("s");
+    let tried = std::thread::spawn(move || {
+        isolate()?;
+        // SAFETY: the path is a string.
+        check(unsafe { libc::umount2(c"/proc".as_ptr(), libc::MNT_DETACH) })?;
+        io::Result::Ok(socket_path::find(&path).map(drop))
+    });
+    match tried.join().unwrap() {
+        Ok(found) => {
+            let error = found.unwrap_err().to_string();
+            assert!(error.contains("/proc is not mounted"), "{error}");
+        }
+        Err(error) => println!("SKIPPED: without_proc: no mount namespace: {error}"),
     }
 }

@@ -1,8 +1,8 @@
 //! Networks, and which addresses a rule may connect to or accept from.
 //!
 //! # Invariants
-//! - An IPv6 address that embeds an IPv4 address (IPv4-compatible, 6to4, Teredo, NAT64) is denied if either
-//!   of both is. Only the address itself can permit it: the holder of 2002:a00:1::1 need not have 10.0.0.1. An
+//! - An IPv6 address that embeds IPv4 addresses (IPv4-compatible, 6to4, Teredo, ISATAP, NAT64) is denied if
+//!   any of all is. Only the address itself can permit it: the holder of 2002:a00:1::1 need not have 10.0.0.1. An
 //!   IPv4-mapped address is the IPv4 address.
 //! - The order is `deny`, `allow`, default. The default never permits what leads back into the machine
 //!   or to the metadata service of a cloud.
@@ -191,6 +191,11 @@ pub enum DenyReason {
 
 /// What guests are denied by default.
 const DENIED_TO_GUESTS: [(Network, DenyReason); 14] = [
+    // RFC 8215: where the IPv4 address is depends on the translator's prefix. First: all of it, for one reason.
+    (
+        Network::v6([0x64, 0xff9b, 1], 0, 48),
+        DenyReason::LocalNat64,
+    ),
     (Network::v4(127, 0, 0, 0, 8), DenyReason::Loopback),
     (Network::v6([0; 3], 1, 128), DenyReason::Loopback),
     (Network::v4(0, 0, 0, 0, 8), DenyReason::Unspecified),
@@ -211,11 +216,6 @@ const DENIED_TO_GUESTS: [(Network, DenyReason); 14] = [
     (Network::v4(224, 0, 0, 0, 4), DenyReason::Multicast),
     (Network::v6([0xff00, 0, 0], 0, 8), DenyReason::Multicast),
     (Network::v4(255, 255, 255, 255, 32), DenyReason::Broadcast),
-    // RFC 8215: where the IPv4 address is depends on the translator's prefix.
-    (
-        Network::v6([0x64, 0xff9b, 1], 0, 48),
-        DenyReason::LocalNat64,
-    ),
 ];
 
 impl AddressPolicy {
@@ -267,7 +267,7 @@ impl AddressPolicy {
             DefaultPolicy::Deny => Some(DenyReason::NotListed),
             DefaultPolicy::Guests => DENIED_TO_GUESTS
                 .iter()
-                .find(|(network, _)| forms.iter().flatten().any(|&form| network.contains(form)))
+                .find(|(network, _)| forms.iter().any(|&form| network.contains(form)))
                 .map(|(_, reason)| *reason),
         };
         reason.map_or(Ok(()), |reason| Err(Denied { address, reason }))
@@ -279,7 +279,7 @@ impl AddressPolicy {
     /// The address is denied.
     pub fn check_literal(&self, address: IpAddr) -> Result<(), Denied> {
         let forms = forms(address);
-        let has = |network: &&Network| forms.iter().flatten().any(|&form| network.contains(form));
+        let has = |network: &&Network| forms.iter().any(|&form| network.contains(form));
         match self.deny.iter().find(has) {
             Some(&network) => Err(Denied {
                 address,
@@ -290,35 +290,48 @@ impl AddressPolicy {
     }
 }
 
-/// An address, and the IPv4 address that it leads to if it embeds one.
-type Forms = [Option<IpAddr>; 2];
-
-fn forms(address: IpAddr) -> Forms {
+/// An address, and the IPv4 addresses that it leads to if it embeds some.
+fn forms(address: IpAddr) -> Vec<IpAddr> {
     let address = address.to_canonical();
     let embedded = match address {
-        IpAddr::V4(_) => None,
-        IpAddr::V6(address) => embedded(address).map(IpAddr::V4),
+        IpAddr::V4(_) => Vec::new(),
+        IpAddr::V6(address) => embedded(address),
     };
-    [Some(address), embedded]
+    let embedded = embedded.into_iter().map(IpAddr::V4);
+    std::iter::once(address).chain(embedded).collect()
 }
 
-/// The IPv4 address that an IPv6 address leads to.
-fn embedded(address: Ipv6Addr) -> Option<Ipv4Addr> {
+/// The IPv4 addresses that an IPv6 address leads to.
+fn embedded(address: Ipv6Addr) -> Vec<Ipv4Addr> {
+    let octets = address.octets();
+    let at = |places: [usize; 4]| Ipv4Addr::from(places.map(|place| octets[place]));
+    let last = [12, 13, 14, 15];
     let [a, b, c, d, e, f, g, h] = address.segments();
-    let pair = |high: u16, low: u16| Ipv4Addr::from_bits(u32::from(high) << 16 | u32::from(low));
-    match [a, b, c, d, e, f] {
+    let mut found = match [a, b, c, d, e, f] {
         // IPv4-compatible (RFC 4291, 2.5.5.1, deprecated); `::` and `::1` are none.
-        [0, 0, 0, 0, 0, 0] if g != 0 || h > 1 => Some(pair(g, h)),
+        [0, 0, 0, 0, 0, 0] if g != 0 || h > 1 => vec![at(last)],
         // NAT64 (RFC 6052, 2.1).
-        [0x64, 0xff9b, 0, 0, 0, 0] => Some(pair(g, h)),
+        [0x64, 0xff9b, 0, 0, 0, 0] => vec![at(last)],
+        // Local NAT64 (RFC 8215): one of these, by the length of the translator's prefix (RFC 6052, 2.2). It
+        // leads to none of 0.0.0.0/8, which the places of other lengths show.
+        [0x64, 0xff9b, 1, ..] => {
+            let places = [[6, 7, 9, 10], [7, 9, 10, 11], [9, 10, 11, 12], last];
+            let found = places.map(at).into_iter();
+            found.filter(|found| found.octets()[0] != 0).collect()
+        }
         // IPv4-translated (RFC 2765, 2.1).
-        [0, 0, 0, 0, 0xffff, 0] => Some(pair(g, h)),
+        [0, 0, 0, 0, 0xffff, 0] => vec![at(last)],
         // 6to4 (RFC 3056, 2).
-        [0x2002, high, low, ..] => Some(pair(high, low)),
-        // Teredo (RFC 4380, 4): the client's address, its bits inverted.
-        [0x2001, 0, ..] => Some(pair(!g, !h)),
-        _ => None,
+        [0x2002, ..] => vec![at([2, 3, 4, 5])],
+        // Teredo (RFC 4380, 4): the server, and the client's address, its bits inverted.
+        [0x2001, 0, ..] => vec![at([4, 5, 6, 7]), Ipv4Addr::from_bits(!at(last).to_bits())],
+        _ => Vec::new(),
+    };
+    // ISATAP (RFC 5214, 6.1), behind any prefix. Two bits tell whether the address is unique, and a group.
+    if (e & !0x300, f) == (0, 0x5efe) {
+        found.push(at(last));
     }
+    found
 }
 
 impl fmt::Display for DenyReason {

@@ -167,6 +167,10 @@ fn ipv6_forms(address: Ipv4Addr) -> Vec<Ipv6Addr> {
         Ipv6Addr::new(0x2002, high, low, 0, 0, 0, 0, 0),
         Ipv6Addr::new(0x2002, high, low, 1, 2, 3, 4, 5),
         Ipv6Addr::new(0x2001, 0, 0x4136, 0xe378, 0x8000, 0x63bf, !high, !low),
+        // The server of Teredo, whose client is 8.8.8.8.
+        Ipv6Addr::new(0x2001, 0, high, low, 0, 0, !0x808, !0x808),
+        Ipv6Addr::new(0x2003, 1, 2, 3, 0, 0x5efe, high, low),
+        Ipv6Addr::new(0x2003, 1, 2, 3, 0x200, 0x5efe, high, low),
     ]
 }
 
@@ -342,6 +346,17 @@ fn an_embedded_ipv4_address_permits_no_client() {
     let policy = AddressPolicy::for_clients(networks(&["::/0"]), denied);
     assert!(policy.check(ip("2002:a09:1::1")).is_err());
     assert!(policy.check(ip("2002:a08:1::1")).is_ok());
+    // Local NAT64: behind prefixes of 48, 56, 64 and 96 bits.
+    for address in [
+        "64:ff9b:1:a09:1:100::",
+        "64:ff9b:1:0a:9:101::",
+        "64:ff9b:1:0:a:901:100:0",
+        "64:ff9b:1::10.9.1.1",
+    ] {
+        assert!(policy.check(ip(address)).is_err(), "{address}");
+    }
+    let policy = AddressPolicy::unrestricted(networks(&["0.0.0.0/8", "10.9.0.0/16"]));
+    assert!(policy.check(ip("64:ff9b:1::10.8.1.1")).is_ok());
 }
 
 #[test]

@@ -64,6 +64,7 @@ use schedule::Order;
 
 pub use dial::ATTEMPTS_AT_ONCE;
 pub use error::{ConnectError, Stage};
+pub use unix::NO_PERMISSION;
 pub(crate) use unix::RIGHTS;
 
 /// Receives the result of a request; runs on the connector's thread and must not block.

@@ -15,7 +15,8 @@ use super::deadline::{Deadline, timespec};
 use super::endpoint::Endpoint;
 use super::error::ConnectError;
 use super::listen::Acceptor;
-use zerosock_relay::relay::{CLOSED_WITHOUT_OK, NO_PERMISSION};
+use zerosock_relay::connector::NO_PERMISSION;
+use zerosock_relay::relay::CLOSED_WITHOUT_OK;
 
 /// What a reset in the place of an answer can mean: it carries no reason.
 pub(crate) const REFUSED_BY_PEER: &str = "no listener, its backlog is full, a target that does not accept, \

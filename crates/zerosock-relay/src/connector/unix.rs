@@ -35,6 +35,10 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_m
 /// which they can send some. They are closed as soon as they are received.
 pub(crate) static RIGHTS: LazyLock<Account> = LazyLock::new(|| Budget::unlimited().account());
 
+/// What EACCES means for the path of a Unix socket.
+pub const NO_PERMISSION: &str = "this user may not write to the socket, or not enter its directory; \
+    --socket-group and --socket-mode of the program that made it permit it";
+
 /// Connects a socket of some type to a path. While the backlog of the listener is full it tries again,
 /// until `deadline`.
 pub(super) async fn dial(

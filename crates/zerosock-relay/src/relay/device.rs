@@ -39,7 +39,6 @@ use super::plan::Plan;
 use super::socket::{Socket, SocketKind};
 use super::store::Store;
 use crate::connector::{ConnectError, Connected, PendingConnect};
-pub use connecting::NO_PERMISSION;
 pub use hybrid::CLOSED_WITHOUT_OK;
 
 /// The sockets of pairs: the key is that of the pair.

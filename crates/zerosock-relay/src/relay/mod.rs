@@ -49,7 +49,7 @@ use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::worker::{Worker, WorkerMessage};
 
 pub use self::counters::RelayStats;
-pub use self::device::{CLOSED_WITHOUT_OK, NO_PERMISSION};
+pub use self::device::CLOSED_WITHOUT_OK;
 pub use self::endpoint::{Endpoint, FORMS, ParseEndpointError};
 pub use self::plan::{ACCESS_LINES, NoSockmap, RelayConfig};
 pub use self::way::{UnknownWay, Way};

@@ -107,7 +107,13 @@ impl Device {
                 self.watch(key, BridgePeer::Connecting { socket, deadline }, cx);
                 self.timers.set(deadline, Timer::Connect(key));
             }
-            Some(Attempt::Refused(error)) => self.refuse(key, &error.into(), cx),
+            Some(Attempt::Refused(error)) => {
+                let refusal = match is_ip(&target) {
+                    true => error.into(),
+                    false => Refusal::by_unix_socket(error),
+                };
+                self.refuse(key, &refusal, cx);
+            }
             None | Some(Attempt::Later | Attempt::Elsewhere) => {
                 let first_bytes = match rule.rule.proxy_protocol {
                     true => header(from, port),
@@ -410,9 +416,17 @@ pub(super) fn header(from: Address, port: Port) -> Vec<u8> {
     proxy_protocol::header(source, None)
 }
 
+fn is_ip(target: &Target) -> bool {
+    matches!(target, Target::Tcp { .. } | Target::Udp { .. })
+}
+
 /// Why the connector's request for `target` has failed.
 fn refusal(error: ConnectError, target: &Target) -> Refusal {
-    let is_unix = !matches!(target, Target::Tcp { .. } | Target::Udp { .. });
+    let is_unix = !is_ip(target);
+    let error = match error {
+        ConnectError::Io(error) if is_unix => return Refusal::by_unix_socket(error),
+        other => other,
+    };
     let cause = match &error {
         ConnectError::Refused(_) => RefusalCause::NoListener,
         // A connect to a Unix socket waits only for room in the backlog.
@@ -572,6 +586,20 @@ mod tests {
         ] {
             assert_eq!(dials(peers), each);
             assert!(all_dials(peers) >= each * peers.max(1));
+        }
+    }
+
+    #[test]
+    fn missing_permission_for_a_path_names_what_permits_it() {
+        for (target, named) in [
+            ("unix:/a", true),
+            ("unix-dgram:/a", true),
+            ("tcp:1.1.1.1:1", false),
+        ] {
+            let error = std::io::Error::from_raw_os_error(Errno::ACCESS.raw_os_error());
+            let said = refusal(error.into(), &target.parse().unwrap()).reason;
+            assert!(said.starts_with("Permission denied"), "{said}");
+            assert_eq!(said.contains("--socket-group"), named, "{target}: {said}");
         }
     }
 

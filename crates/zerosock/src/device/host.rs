@@ -446,12 +446,7 @@ impl Device {
             Attempt::Later => return Tried::Full,
             Attempt::Elsewhere => self.dial_service(key, to, deadline, cx),
             Attempt::Refused(error) => {
-                let denied = error.raw_os_error() == Some(Errno::ACCESS.raw_os_error());
-                let mut refusal = Refusal::from(error);
-                if denied {
-                    refusal.reason += "; the socket has to be writable for the daemon's user or its \
-                                       group (`--socket-group` of `zerosock relay`)";
-                }
+                let mut refusal = Refusal::by_unix_socket(error);
                 if let Some(path) = self.host.service_path(port, messages) {
                     refusal.reason = format!("{}: {}", path.display(), refusal.reason);
                 }

@@ -7,16 +7,12 @@ use zerosock_virtio::poller::Readiness;
 use zerosock_virtio::worker::WorkerMessage;
 
 use super::{Context, Message, RelayDevice, SIDES, side};
-use crate::connector::{ConnectError, Connected};
+use crate::connector::{ConnectError, Connected, NO_PERMISSION};
 use crate::proxy_protocol;
 use crate::relay::direction::{Ready, Side};
 use crate::relay::open::Opened;
 use crate::relay::pair::{Pair, Reason, Source, Stage};
 use crate::relay::socket::Socket;
-
-/// What EACCES means for the path of a Unix socket.
-pub const NO_PERMISSION: &str = "this user may not write to the socket, or not enter its directory; \
-    --socket-group and --socket-mode of the program that made it permit it";
 
 impl RelayDevice {
     /// Begins a pair with a socket that was accepted, or with none.

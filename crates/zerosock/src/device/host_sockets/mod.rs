@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use rustix::net::RecvFlags;
 pub(crate) use socket::HostSocket;
 use zerosock_proto::Port;
+use zerosock_relay::connector::NO_PERMISSION;
 
 use crate::stats::RefusalCause;
 
@@ -84,6 +85,16 @@ impl Refusal {
     pub(crate) fn new(cause: RefusalCause, reason: impl Into<String>) -> Refusal {
         let reason = reason.into();
         Refusal { cause, reason }
+    }
+
+    /// Adds to the error of a connect to a Unix socket what to do about its permissions.
+    pub(crate) fn by_unix_socket(error: std::io::Error) -> Refusal {
+        let denied = error.raw_os_error() == Some(Errno::ACCESS.raw_os_error());
+        let mut refusal = Refusal::from(error);
+        if denied {
+            refusal.reason = format!("{}: {NO_PERMISSION}", refusal.reason);
+        }
+        refusal
     }
 }
 

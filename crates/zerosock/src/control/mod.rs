@@ -90,8 +90,8 @@ pub(crate) struct PreparedControlPlane {
     shares: Shares,
 }
 
-/// Makes workers and their devices. Starts the threads of forwarding rules, if there are any, and no
-/// other.
+/// Makes workers and their devices. Starts the threads of forwarding rules and of host programs' paths, if
+/// there are any, and no other.
 pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     if setup.limits.connect.is_zero() {
         return Err(StartError::NoConnectTime);
@@ -114,7 +114,14 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
         let allowed = attach.allowed_uids.iter().chain(&attach.service_uids);
         allowed.collect::<BTreeSet<_>>().len()
     });
-    let of_processes = setup.attach.iter();
+    let of_processes = setup.attach.iter().map(|it| &it.host);
+    let has_paths = setup
+        .vms
+        .iter()
+        .any(|vm| matches!(vm.host, HostSide::Hybrid { .. }))
+        || of_processes
+            .clone()
+            .any(|host| !matches!(host, AttachHost::None));
     let has_rules = !setup.rules.forward.is_empty() || !setup.rules.listen.is_empty();
     // The clients of listening rules have an account of their own until a device has them.
     let listeners = usize::from(!setup.rules.listen.is_empty());
@@ -126,9 +133,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             .vms
             .iter()
             .any(|vm| !matches!(vm.host, HostSide::None))
-            || of_processes
-                .map(|it| &it.host)
-                .any(|host| !matches!(host, AttachHost::None))
+            || has_paths
             || has_rules,
         max_connections: setup.max_connections,
     });
@@ -142,7 +147,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     registry.set_access(setup.access);
     registry.rules().set_name_servers(setup.name_servers);
     let rules = registry
-        .check_rules(setup.rules)
+        .check_rules(setup.rules, has_paths)
         .map_err(|error| match error {
             RuleSetError::Rules(error) => StartError::Rules(error),
             RuleSetError::System(error) => system("serve forwarding rules")(error),

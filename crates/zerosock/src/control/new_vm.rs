@@ -73,6 +73,11 @@ impl NewVm {
         }
     }
 
+    /// Whether its guest connects to host programs by path.
+    pub(super) fn has_paths(&self) -> bool {
+        matches!(self.host, HostAccess::Hybrid { .. })
+    }
+
     /// Takes the host side out, to be called once. Makes its listeners non-blocking and, where the
     /// kernel can, makes them refuse descriptors from programs that connect from now on.
     pub(super) fn take_host(&mut self) -> Result<HostAccess, StartError> {

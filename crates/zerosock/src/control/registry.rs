@@ -112,8 +112,9 @@ impl DeviceRegistry {
     pub(super) fn check_rules(
         &mut self,
         wanted: WantedRules,
+        has_paths: bool,
     ) -> Result<CheckedRules, RuleSetError> {
-        self.rules.check(self.routes.forward(), wanted)
+        self.rules.check(self.routes.forward(), wanted, has_paths)
     }
 
     /// Replaces the forwarding rules. Call [`publish_routes`](DeviceRegistry::publish_routes)
@@ -314,8 +315,7 @@ impl DeviceRegistry {
             let connector = self.rules.connector().cloned();
             let update = move |shared: &mut Shared| {
                 shared.routes = routes;
-                // One that the worker has started itself stays.
-                shared.connector = connector.or(shared.connector.take());
+                shared.connector = connector;
                 drop(taken);
             };
             self.send(worker, WorkerMessage::Update(Box::new(update)));

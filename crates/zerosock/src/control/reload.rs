@@ -121,14 +121,18 @@ impl ReloadHandler {
         Ok(())
     }
 
-    /// Checks the forwarding rules of an order.
-    fn check_rules(&mut self, reload: &mut Reload) -> Result<CheckedRules, ReloadError> {
+    /// Checks the forwarding rules of an order, and starts the threads that it needs.
+    fn check_rules(
+        &mut self,
+        add: &[NewVm],
+        reload: &mut Reload,
+    ) -> Result<CheckedRules, ReloadError> {
         let wanted = WantedRules {
             forward: std::mem::take(&mut reload.forward),
             listen: std::mem::take(&mut reload.listen),
         };
         self.registry
-            .check_rules(wanted)
+            .check_rules(wanted, add.iter().any(NewVm::has_paths))
             .map_err(|error| match error {
                 RuleSetError::Rules(error) => ReloadError::Rules(error),
                 RuleSetError::System(error) => ReloadError::RuleThreads(error),
@@ -142,7 +146,7 @@ impl ReloadHandler {
             answer,
         } = order;
         let checked = self.check(&add, &reload);
-        let rules = match checked.and_then(|()| self.check_rules(&mut reload)) {
+        let rules = match checked.and_then(|()| self.check_rules(&add, &mut reload)) {
             Ok(rules) => rules,
             Err(error) => {
                 // The receiver may be gone.

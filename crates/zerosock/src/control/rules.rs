@@ -2,7 +2,8 @@
 //!
 //! # Invariants
 //! - Rules change as a whole: [`RuleSet::check`] finds everything that can fail before the first change.
-//! - The threads exist once there have been rules that need them.
+//! - The threads exist once there have been rules that need them, or host programs at paths: no worker starts
+//!   one.
 
 use std::io;
 use std::net::SocketAddr;
@@ -86,11 +87,13 @@ impl RuleSet {
     }
 
     /// Checks rules, starts the threads that they need, and prepares their sockets. Those in effect are
-    /// unchanged.
+    /// unchanged. `has_paths`: a VM or a process connects to host programs by path, for which it may need the
+    /// connector.
     pub(super) fn check(
         &mut self,
         now: &ForwardRules,
         wanted: WantedRules,
+        has_paths: bool,
     ) -> Result<CheckedRules, RuleSetError> {
         let forward = now.replaced(wanted.forward).map_err(RuleSetError::Rules)?;
         check_listeners(&wanted.listen).map_err(RuleSetError::Rules)?;
@@ -101,7 +104,7 @@ impl RuleSet {
                 return Err(RuleSetError::Rules(RuleError::NoSocket { rule, on }));
             }
         }
-        if !forward.is_empty() && self.connector.is_none() {
+        if (has_paths || !forward.is_empty()) && self.connector.is_none() {
             let config = ConnectorConfig {
                 name_servers: self.name_servers.clone(),
                 max_requests: all_dials(self.budget.accounts()),
@@ -148,5 +151,21 @@ impl RuleSet {
             return;
         };
         listeners.publish(routes, self.unpublished.take(), taken);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_connector_is_there_before_a_worker_can_need_it() {
+        for has_paths in [false, true] {
+            let mut rules = RuleSet::new(Vec::new(), Budget::unlimited());
+            let none = ForwardRules::default();
+            let checked = rules.check(&none, WantedRules::default(), has_paths);
+            checked.unwrap();
+            assert_eq!(rules.connector().is_some(), has_paths);
+        }
     }
 }

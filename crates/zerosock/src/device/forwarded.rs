@@ -17,8 +17,7 @@ use rustix::net::sockopt;
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::{Address, Port};
 use zerosock_relay::connector::{
-    ATTEMPTS_AT_ONCE, ConnectError, ConnectRequest, Connected, Connector, ConnectorConfig,
-    PendingConnect, Stage,
+    ATTEMPTS_AT_ONCE, ConnectError, ConnectRequest, Connected, PendingConnect, Stage,
 };
 use zerosock_relay::proxy_protocol::{self, Source};
 use zerosock_relay::target::{Host, Target};
@@ -164,11 +163,7 @@ impl Device {
         let charge = Charge::new(&self.account, &request.target);
         let charge = charge.map_err(|exceeded| exceeded.to_string())?;
         request.attempts = charge.attempts;
-        let shared = &mut *cx.shared;
-        if shared.connector.is_none() {
-            shared.connector = start_connector(&self.account);
-        }
-        let (Some(connector), Some(mailbox)) = (&shared.connector, &shared.mailbox) else {
+        let (Some(connector), Some(mailbox)) = (&cx.shared.connector, &cx.shared.mailbox) else {
             return Err("there is no thread for connects".to_owned());
         };
         let answer = Answer {
@@ -365,18 +360,6 @@ impl Device {
             );
         }
     }
-}
-
-/// The connector of a worker that has no rules: for Unix sockets whose paths are resolved elsewhere.
-fn start_connector(account: &Account) -> Option<Connector> {
-    let config = ConnectorConfig {
-        max_requests: all_dials(account.expected()),
-        ..ConnectorConfig::default()
-    };
-    let started = Connector::start(config);
-    started
-        .inspect_err(|error| tracing::warn!("cannot start the thread for connects: {error}"))
-        .ok()
 }
 
 /// Sets why a forwarded connection ends.

@@ -1,4 +1,4 @@
-//! The umask and sockets that are made. Alone in its process, because the umask is the process's.
+//! The umask does not decide the mode of a socket. Alone in its process, because the umask is the process's.
 
 use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
@@ -8,10 +8,15 @@ use rustix::net::SocketType;
 use zerosock_sys::socket_file::{Options, bind};
 
 #[test]
-fn the_umask_applies_only_without_a_mode() {
+fn the_umask_has_no_effect() {
     let directory = tempfile::tempdir().unwrap();
-    rustix::process::umask(Mode::from_raw_mode(0o077));
-    for (mode, wanted) in [(Some(0o666), 0o666), (Some(0o660), 0o660), (None, 0o700)] {
+    for (umask, mode, wanted) in [
+        (0o077, Some(0o666), 0o666),
+        (0o077, Some(0o660), 0o660),
+        (0o077, None, 0o600),
+        (0o000, None, 0o600),
+    ] {
+        rustix::process::umask(Mode::from_raw_mode(umask));
         let path = directory.path().join("s");
         let options = Options {
             kind: SocketType::SEQPACKET,
@@ -24,6 +29,10 @@ fn the_umask_applies_only_without_a_mode() {
         };
         let (_socket, _file) = bind(&path, options).unwrap();
         let made = std::fs::symlink_metadata(&path).unwrap();
-        assert_eq!(made.permissions().mode() & 0o7777, wanted, "{mode:?}");
+        assert_eq!(
+            made.permissions().mode() & 0o7777,
+            wanted,
+            "{umask:o} {mode:?}"
+        );
     }
 }

@@ -29,11 +29,13 @@ use std::io;
 use std::ops::RangeInclusive;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
+use rustix::net::SocketType;
 use zerosock_proto::{Cid, Port};
 use zerosock_sys::PeerFd;
 use zerosock_sys::account::Account;
+use zerosock_sys::socket_file::Options;
 
 use crate::control::socket_file::{self, SocketFile, SocketKind};
 use crate::device::HostAccess;
@@ -212,18 +214,28 @@ impl AttachConfig {
     }
 }
 
-/// Binds an attach socket at `path`, where no file may exist, and listens. The mode of the file, by
-/// the umask, decides which users can connect.
+/// Binds an attach socket at `path`, and listens. Only our own user can connect (mode 0600, whatever the
+/// umask is): change the mode of the file for other users. A socket file at `path` that no process listens
+/// on is replaced. The file stays when the socket is closed.
 ///
 /// # Errors
-/// Those of socket(2), bind(2) and listen(2).
+/// `AddrInUse` if a process listens there, or if the file is not a socket; otherwise those of socket(2),
+/// bind(2) and listen(2).
 pub fn listen(path: &Path) -> io::Result<OwnedFd> {
-    let address = SocketAddrUnix::new(path)?;
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-    bind(&socket, &address)?;
-    zerosock_sys::fd_passing::refuse_rights(&socket)?;
-    rustix::net::listen(&socket, BACKLOG)?;
+    let options = Options {
+        kind: SocketType::SEQPACKET,
+        mode: None,
+        gid: None,
+        backlog: BACKLOG,
+        refuse_rights: true,
+        // The file may go before the process, which a reservation would not notice.
+        reserved: false,
+        lock_wait: Duration::ZERO,
+    };
+    let (socket, file) = zerosock_sys::socket_file::bind(path, options)?;
+    rustix::io::ioctl_fionbio(&socket, true)?;
+    // Dropping it would remove the file.
+    std::mem::forget(file);
     Ok(socket)
 }
 
@@ -238,3 +250,25 @@ const BACKLOG: i32 = 128;
 
 /// The CID at which attached processes reach the host.
 const HOST: Cid = Cid::HOST;
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    /// The umask of the tests gives others more.
+    #[test]
+    fn only_our_own_user_may_connect_to_an_attach_socket() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("attach");
+        let socket = listen(&path).unwrap();
+        let mode = || std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode() & 0o7777, 0o600);
+        let error = listen(&path).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        drop(socket);
+        assert_eq!(mode() & 0o7777, 0o600, "it stays");
+        listen(&path).unwrap();
+    }
+}

@@ -6,7 +6,8 @@
 use crate::control::attach::{AttachConfig, Process};
 use crate::control::config::system;
 pub use crate::control::config::{
-    HostSide, HybridMessages, Reload, ReloadError, STOPPED_TIMEOUT, StartError, VmConfig,
+    CONNECT_TIMEOUT, HostSide, HybridMessages, Reload, ReloadError, STOPPED_TIMEOUT, StartError,
+    VmConfig,
 };
 use crate::control::shares::MemoryLimits;
 pub use crate::control::shares::Shares;
@@ -132,8 +133,6 @@ impl Default for DaemonConfig {
 
 /// How long shutdown waits for the reaper to close descriptors of peers.
 const REAPER_LIMIT: Duration = Duration::from_secs(1);
-/// The connect time-out of Linux guests is 2 s (VSOCK_DEFAULT_CONNECT_TIMEOUT).
-const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
 const HOLD: Duration = Duration::from_millis(20);
 const LINGER: Duration = Duration::from_secs(60);
 /// Limit of host programs of one VM that have connected and not sent CONNECT yet.

@@ -2,6 +2,7 @@
 
 use clap::Parser;
 use rustix::fs::{Gid, Mode};
+use zerosock::daemon::{CONNECT_TIMEOUT, STOPPED_TIMEOUT};
 
 use super::*;
 use crate::args::{Cli, Command};
@@ -52,9 +53,10 @@ fn the_required_flags_alone_give_the_defaults() {
             queue_size: 1024,
             groups: vec!["default".into()],
             require_sealed_memory: false,
-            stopped_timeout: Some(Duration::from_secs(300)),
+            stopped_timeout: Some(STOPPED_TIMEOUT),
         }]
     );
+    assert_eq!(settings.connect_timeout, CONNECT_TIMEOUT);
     assert_eq!(settings.ok_port, OkPort::Guest);
     assert_eq!(settings.access.mode, None);
     assert_eq!(settings.access.gid, None);
@@ -84,7 +86,7 @@ fn every_flag_of_a_vm_is_parsed() {
             queue_size: 256,
             groups: vec!["a".into(), "b".into()],
             require_sealed_memory: false,
-            stopped_timeout: Some(Duration::from_secs(300)),
+            stopped_timeout: Some(STOPPED_TIMEOUT),
         }]
     );
 }

@@ -79,6 +79,10 @@ pub struct VmConfig {
     pub stopped_timeout: Option<Duration>,
 }
 
+/// The default of [`DaemonConfig::connect_timeout`](crate::daemon::DaemonConfig::connect_timeout): less than the
+/// 2 s after which Linux guests give up by themselves (VSOCK_DEFAULT_CONNECT_TIMEOUT).
+pub const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
+
 /// The default of [`VmConfig::stopped_timeout`].
 pub const STOPPED_TIMEOUT: Duration = Duration::from_secs(300);
 

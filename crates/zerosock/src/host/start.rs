@@ -8,7 +8,7 @@ use zerosock_proto::Instant;
 use super::HostBackend;
 use crate::control::attach::AttachConfig;
 use crate::control::attach::directory::Directory;
-use crate::control::config::{StartError, VmConfig, system};
+use crate::control::config::{CONNECT_TIMEOUT, StartError, VmConfig, system};
 use crate::control::shares::MemoryLimits;
 use crate::control::{self, Setup, WantedRules};
 use crate::device::Limits;
@@ -70,7 +70,7 @@ impl Default for HostConfig {
             old_memory: 1 << 30,
             hold: Duration::from_millis(20),
             ok: OkConvention::default(),
-            connect_timeout: Duration::from_millis(1500),
+            connect_timeout: CONNECT_TIMEOUT,
             leases: 4096,
             unsealed_memory: false,
             trust_processes: false,

@@ -11,12 +11,17 @@ const VLAN_TAG: usize = 4;
 
 /// Adds up the bytes from `start` on and stores the sum. The field has the sum of the pseudo header.
 pub(crate) fn complete_checksum(frame: &mut [u8], start: usize, offset: usize) -> Option<()> {
-    let sum = match !fold(add(0, frame.get(start..)?)) {
+    let sum = finish(add(0, frame.get(start..)?));
+    put(frame, start + offset, sum)
+}
+
+/// The field of a UDP or TCP header for this sum of the pseudo header, the header and the payload.
+pub(crate) fn finish(sum: u32) -> u16 {
+    match !fold(sum) {
         // For UDP a sum of 0 means that there is none; for TCP both are the same.
         0 => 0xffff,
         sum => sum,
-    };
-    put(frame, start + offset, sum)
+    }
 }
 
 /// The place of the header behind the Ethernet header, if that has this type: there are at most two VLAN

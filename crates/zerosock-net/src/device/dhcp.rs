@@ -13,7 +13,7 @@
 use zerosock_proto::wire::net::{Checksum, Repr};
 use zerosock_ring::GuestSlice;
 
-use crate::checksum::{IPV4, IPV4_LEN, add, fold, network_header};
+use crate::checksum::{IPV4, IPV4_LEN, add, finish, network_header};
 
 /// Bytes of the longest frame that is completed: servers answer clients without an address in 1500.
 const MAX_LEN: usize = 2048;
@@ -88,11 +88,7 @@ fn checksum(frame_copy: &[u8], start: usize) -> Option<u16> {
     let pseudo = u32::from(UDP) + u32::from(udp_len);
     let sum = add(pseudo, header.get(12..20)?);
     let sum = add(sum, udp.get(..usize::from(CHECKSUM))?);
-    match !fold(add(sum, payload)) {
-        // 0 means that there is none.
-        0 => Some(0xffff),
-        sum => Some(sum),
-    }
+    Some(finish(add(sum, payload)))
 }
 
 /// Copies bytes of the frame from `at` on; `None` if it ends before.

@@ -138,7 +138,7 @@ impl Ring {
                 Err(PopError::Broken(reason)) => {
                     if let Some(suppressed) = self.log.admit(std::time::Instant::now()) {
                         tracing::warn!(
-                            ?reason,
+                            %reason,
                             suppressed,
                             "the queue stops: its ring cannot be used any more"
                         );

@@ -59,10 +59,10 @@ pub enum PopError {
 #[non_exhaustive]
 pub enum BrokenReason {
     /// The available index is ahead of us by more chains than the driver can have left.
-    #[error("available index announces more chains than the queue has descriptors")]
+    #[error("the driver announces more buffers than the queue has: it may have cleared its rings")]
     IndexJump,
     /// A head is outside the descriptor table.
-    #[error("head {0} lies outside the descriptor table")]
+    #[error("the driver announces descriptor {0}, which the queue does not have")]
     Head(u16),
     /// There was no memory for the pieces of a chain. To go on without it would lose its bytes.
     #[error("no memory for a descriptor chain")]

@@ -3,6 +3,7 @@
 
 mod queue;
 
+use std::borrow::Cow;
 use std::fmt;
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -100,18 +101,39 @@ pub(crate) fn start(flags: &LogFlags) -> Logging {
     Logging(queue)
 }
 
-/// Writes a field of a text line. Values with blanks are quoted, so that a program can split the line.
+/// Writes a field of a text line. Values that are empty or have blanks, quotes, `=` or control characters are
+/// quoted, so that a program can split the line.
 fn write_field(to: &mut Writer<'_>, field: &Field, value: &dyn fmt::Debug) -> fmt::Result {
     if field.name() == "message" {
         return write!(to, "{value:?}");
     }
     let value = format!("{value:?}");
-    let is_quoted = value.len() > 1 && value.starts_with('"') && value.ends_with('"');
-    if is_quoted || !value.contains([' ', '"', '=']) {
-        write!(to, "{}={value}", field.name())
-    } else {
-        write!(to, "{}={value:?}", field.name())
+    write!(to, "{}={}", field.name(), quote(&value))
+}
+
+/// The text of a value: as it is if it is one word, or was quoted by `Debug` already; quoted otherwise.
+fn quote(value: &str) -> Cow<'_, str> {
+    let parts = |c: char| c.is_whitespace() || c.is_control() || matches!(c, '"' | '=');
+    let is_word = !value.is_empty() && !value.contains(parts);
+    match is_word || is_quoted(value) {
+        true => Cow::Borrowed(value),
+        false => Cow::Owned(format!("{value:?}")),
     }
+}
+
+/// Whether the value is one string as `Debug` writes it: quotes inside it are escaped, and it has no control
+/// characters.
+fn is_quoted(value: &str) -> bool {
+    let inner = value.strip_prefix('"').and_then(|it| it.strip_suffix('"'));
+    let mut escaped = false;
+    let plain = inner.is_some_and(|inner| {
+        inner.chars().all(|c| {
+            let ends = c == '"' && !escaped;
+            escaped = c == '\\' && !escaped;
+            !ends && !c.is_control()
+        })
+    });
+    plain && !escaped
 }
 
 fn report_dropped(lines: u64) {
@@ -130,6 +152,39 @@ impl LogLevel {
             LogLevel::Info => LevelFilter::INFO,
             LogLevel::Debug => LevelFilter::DEBUG,
             LogLevel::Trace => LevelFilter::TRACE,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_is_one_word_or_one_quoted_string() {
+        for (value, written) in [
+            ("word", "word"),
+            ("a/b:1,x'y", "a/b:1,x'y"),
+            ("", "\"\""),
+            ("two words", "\"two words\""),
+            ("a=b", "\"a=b\""),
+            ("a\nWARN b", r#""a\nWARN b""#),
+            ("a\tb\u{1b}[0m", r#""a\tb\u{1b}[0m""#),
+            // Not one string, although it begins and ends like one.
+            (r#""a" and "b""#, r#""\"a\" and \"b\"""#),
+            (r#"""#, r#""\"""#),
+            (r#""a\""#, r#""\"a\\\"""#),
+            ("\"a\nb\"", r#""\"a\nb\"""#),
+        ] {
+            assert_eq!(quote(value), written, "{value}");
+        }
+    }
+
+    #[test]
+    fn what_debug_has_quoted_stays() {
+        for value in ["", "a b", "a\"b", "a\\", "a\nb", "\u{7f}"] {
+            let value = format!("{value:?}");
+            assert_eq!(quote(&value), value);
         }
     }
 }

@@ -2,10 +2,12 @@
 //! for SIGUSR1, which reports.
 //!
 //! # Invariants
-//! - Signals that mean nothing to a daemon and would end it by default ([`MEANINGLESS`]) have no effect.
+//! - Signals that mean nothing to a daemon and would end it by default ([`MEANINGLESS`], [`REAL_TIME`]) have
+//!   no effect.
 //! - SIGQUIT, SIGABRT and the signals of faults keep their default effect, a core dump.
 
 use std::io::{self, Read};
+use std::ops::RangeInclusive;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -13,6 +15,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::Signal;
 use signal_hook::consts::{
     SIGALRM, SIGHUP, SIGINT, SIGIO, SIGPROF, SIGTERM, SIGUSR1, SIGUSR2, SIGVTALRM,
 };
@@ -21,7 +24,18 @@ use crate::failure::Failure;
 
 /// Signals that end a process by default and are not for a daemon: a mistyped `kill` must not cost all
 /// VMs their connections.
-const MEANINGLESS: [i32; 5] = [SIGUSR2, SIGALRM, SIGVTALRM, SIGPROF, SIGIO];
+const MEANINGLESS: [i32; 7] = [
+    SIGUSR2,
+    SIGALRM,
+    SIGVTALRM,
+    SIGPROF,
+    SIGIO,
+    Signal::POWER.as_raw(),
+    Signal::STKFLT.as_raw(),
+];
+
+/// SIGRTMIN to SIGRTMAX, which end a process by default, too.
+const REAL_TIME: RangeInclusive<i32> = 34..=64;
 
 /// Why [`Signals::wait`] returned.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -57,7 +71,7 @@ pub(crate) fn signals_failed(error: io::Error) -> Failure {
 }
 
 impl Signals {
-    /// Catches the three signals from this call on, and ignores those of [`MEANINGLESS`].
+    /// Catches the three signals from this call on, and ignores those that mean nothing.
     pub(crate) fn catch() -> io::Result<Signals> {
         let asked_before = Arc::new(AtomicBool::new(false));
         let watch = |signal| {
@@ -71,6 +85,10 @@ impl Signals {
         for signal in MEANINGLESS {
             // A handler without effect, not SIG_IGN, which programs that are executed would inherit.
             signal_hook::flag::register(signal, Arc::default())?;
+        }
+        for signal in REAL_TIME {
+            // A C library refuses those that it uses itself.
+            let _ = signal_hook::flag::register(signal, Arc::default());
         }
         Ok(Signals {
             terminate: watch(SIGTERM)?,

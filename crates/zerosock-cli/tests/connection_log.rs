@@ -165,7 +165,9 @@ fn sigusr1_logs_the_counters_and_other_signals_change_nothing() {
     let first = said.lines().next().unwrap();
     assert!(first.contains("INFO serving vms=1 attach=true"), "{said}");
     assert!(!said.contains("zerosock_cli"), "{said}");
-    for signal in ["USR2", "ALRM", "VTALRM", "PROF", "IO"] {
+    for signal in [
+        "USR2", "ALRM", "VTALRM", "PROF", "IO", "PWR", "STKFLT", "34", "64",
+    ] {
         daemon.running.signal(signal);
     }
     let db = Endpoint::builder().name("db").attach(daemon.at("attach"));
@@ -341,9 +343,19 @@ fn each_reason_to_refuse_has_its_line_of_the_documented_log() {
     println!("{said}");
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let page = fs::read_to_string(root.join("docs/logs.md")).unwrap();
+    // These need a guest that stops, many connections, or a slow listener, and have tests of their own.
+    let others = [
+        "connections ended: the VM has been paused",
+        "the guest has its share of the connections",
+        "host program refused: 1024 others",
+        "reason=\"the backlog of the endpoint's listener stays full",
+    ];
     let mut checked = 0;
     for row in page.lines().filter(|line| line.starts_with("| `")) {
         let line = row.split('`').nth(1).unwrap();
+        if others.iter().any(|other| line.contains(other)) {
+            continue;
+        }
         let is_it = |mut said: &str| {
             line.split('…').all(|part| match said.find(part) {
                 Some(found) => {

@@ -85,7 +85,7 @@ impl Running {
         String::from_utf8_lossy(&self.said.lock().unwrap()).into_owned()
     }
 
-    /// Sends a signal by its name without SIG.
+    /// Sends a signal by its name without SIG, or by its number.
     pub(crate) fn signal(&self, name: &str) {
         use rustix::process::{Pid, Signal};
         let signal = match name {
@@ -101,7 +101,16 @@ impl Running {
             "VTALRM" => Signal::VTALARM,
             "PROF" => Signal::PROF,
             "IO" => Signal::IO,
-            other => panic!("no signal {other}"),
+            "PWR" => Signal::POWER,
+            "STKFLT" => Signal::STKFLT,
+            number => {
+                number.parse::<u32>().expect("a known signal");
+                let command = format!("kill -{number} {}", self.child.id());
+                let status = std::process::Command::new("sh")
+                    .args(["-c", &command])
+                    .status();
+                return assert!(status.unwrap().success(), "{command}");
+            }
         };
         rustix::process::kill_process(Pid::from_child(&self.child), signal).unwrap();
     }

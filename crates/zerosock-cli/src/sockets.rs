@@ -15,7 +15,6 @@ use std::time::Duration;
 use rustix::fs::{Gid, Mode};
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use tracing::warn;
 use zerosock_sys::socket_file::{self, Options};
 
 pub(crate) use zerosock_sys::socket_file::SocketFile;
@@ -199,18 +198,19 @@ fn bind_socket(
 
 /// Raises the soft limit of descriptors to the hard one: every connection uses one or two, and the
 /// usual limit of 1024 exists for programs that use select(2).
-pub(crate) fn raise_descriptor_limit() {
+///
+/// # Errors
+/// Why it stays, for the log.
+pub(crate) fn raise_descriptor_limit() -> Result<(), String> {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
         current: limit.maximum,
         maximum: limit.maximum,
     };
-    if let Err(errno) = setrlimit(Resource::Nofile, raised) {
-        warn!(
-            "cannot raise the limit of open files (RLIMIT_NOFILE) above {:?}: {errno}",
-            limit.current
-        );
-    }
+    setrlimit(Resource::Nofile, raised).map_err(|errno| {
+        let now = limit.current;
+        format!("cannot raise the limit of open files (RLIMIT_NOFILE) above {now:?}: {errno}")
+    })
 }
 
 #[cfg(test)]

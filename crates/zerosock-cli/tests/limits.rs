@@ -53,7 +53,7 @@ impl Daemon {
             serve: Running::start(&mut command),
             dir,
         };
-        wait_until("the devices", || daemon.log().contains("serving"));
+        wait_until("the devices", || daemon.log().contains("guaranteed_each"));
         daemon
     }
 

@@ -24,7 +24,9 @@ pub(crate) fn main(args: RelayArgs) -> Result<(), Failure> {
     let config = settings::kernel_config(&args)?;
     let _logging = logging::start(&args.log);
     let signals = Signals::catch().map_err(signals_failed)?;
-    raise_descriptor_limit();
+    if let Err(reason) = raise_descriptor_limit() {
+        warn!("{reason}");
+    }
     match config {
         Some(config) => run(config, &signals),
         None => {

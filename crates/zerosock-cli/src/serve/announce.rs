@@ -11,7 +11,7 @@ use super::forward::Listen;
 use super::settings::{Host, Settings, Vm};
 use crate::sockets;
 
-/// Logs that the daemon serves, and what, before the lines about each part.
+/// Logs that the daemon serves, and what, before any other line.
 pub(super) fn announce_start(settings: &Settings) {
     info!(
         vms = settings.vms.len(),

@@ -59,8 +59,13 @@ pub(crate) fn main(args: ServeArgs) -> Result<(), Failure> {
 fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     let mut signals = Signals::catch().map_err(ServeError::Signals)?;
     signals.catch_hangup().map_err(ServeError::Signals)?;
-    raise_descriptor_limit();
+    let raised = raise_descriptor_limit();
     let claimed = claim_sockets(&settings)?;
+    // Before whatever interfaces, devices and front-ends, whose connections wait already, have to say.
+    announce_start(&settings);
+    if let Err(reason) = raised {
+        warn!("{reason}");
+    }
     let networks = networks::open(&settings)?;
     let daemon = backend::start(&settings, claimed.vms, claimed.attach, claimed.listen)?;
     let shares = daemon.shares();
@@ -75,7 +80,6 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
             return Err(error);
         }
     };
-    announce_start(&settings);
     for vm in &settings.vms {
         announce(vm);
     }

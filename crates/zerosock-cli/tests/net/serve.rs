@@ -128,6 +128,24 @@ fn a_daemon_without_networks_has_no_capabilities_for_them() {
     );
 }
 
+#[test]
+fn the_first_line_of_the_log_says_that_it_serves() {
+    isolated("the_first_line_of_the_log_says_that_it_serves", || {
+        let server = Server::start(
+            "vms: [{guest_cid: 3, socket: @/vm, uds_path: @/uds}]\n\
+             net: [{tap: t0, guests: [{socket: @/net}]}, {guests: [{socket: @/a}, {socket: @/b}]}]\n",
+        );
+        let said = server.stop();
+        let first = said.lines().next().unwrap();
+        assert!(first.contains(" INFO serving vms=1 "), "{said}");
+        assert_eq!(
+            said.matches(" INFO serving interface=").count(),
+            2,
+            "{said}"
+        );
+    });
+}
+
 /// Asks for the features as a front-end does (GET_FEATURES, version 1). False: it was disconnected.
 fn has_features(front_end: &mut UnixStream) -> bool {
     front_end.set_read_timeout(Some(DEADLINE)).unwrap();
@@ -140,57 +158,60 @@ fn has_features(front_end: &mut UnixStream) -> bool {
 
 #[test]
 fn a_reload_starts_and_ends_networks_and_leaves_the_others() {
-    isolated("a_reload_starts_and_ends_networks", || {
-        let one = "- tap: tap\n  guests: [{socket: @/one}]\n";
-        let switch = "- guests: [{socket: @/a, mac: '52:54:00:00:00:0a'}, {socket: @/b}]\n";
-        let other = "- tap: other\n  guests: [{socket: @/two}]\n";
-        let server = Server::start(&format!("net:\n{one}{switch}"));
-        let reload = |networks: &[&str]| {
-            server.write(&format!("net:\n{}", networks.concat()));
-            server.reload()
-        };
-        let connect = |name| UnixStream::connect(server.path(name)).unwrap();
-        let mut guests = ["one", "a", "b"].map(connect);
-        let mut all = || guests.iter_mut().all(has_features);
-        assert!(all());
-        let said = reload(&[one, switch]);
-        assert!(said.contains("net=2"), "{said}");
-        // A fault, an interface for which the capabilities are gone, one that is in use: nothing changes.
-        let faulty = one.replace("tap: tap", "tap: tap\n  queues: 17");
-        let mtu = one.replace("tap: tap", "tap: tap\n  mtu: 1400");
-        for (networks, reason) in [
-            ([&*faulty, ""], "net[0].queues: 1 to 16"),
-            (
-                [switch, other],
-                "tap other: cannot create or take it: Operation not permitted",
-            ),
-            ([switch, &*mtu], "tap tap: another process has it open"),
-        ] {
-            let said = reload(&networks);
-            let unchanged = said.contains("nothing was changed") && said.contains(reason);
-            assert!(unchanged, "{reason}: {said}");
-            assert!(all(), "{reason}");
-        }
-        assert!(!server.path("two").exists());
-        // An interface that exists needs no capabilities.
-        ip("tuntap add other mode tap");
-        ip("link set other up");
-        let said = reload(&[one, switch, other]);
-        assert!(said.contains("net=3"), "{said}");
-        let mut two = connect("two");
-        assert!(has_features(&mut two) && all());
-        let said = reload(&[switch, other]);
-        assert!(said.contains("tap\" rx_frames=0"), "{said}");
-        assert!(has_features(&mut two));
-        let [mut gone, mut a, mut b] = guests;
-        assert!(has_features(&mut a) && has_features(&mut b) && !has_features(&mut gone));
-        assert!(!server.path("one").exists() && try_ip("link show dev tap").is_err());
-        let said = server.stop();
-        for device in ["other", "/a", "/b"] {
-            let wanted = format!("{device}\" rx_frames=0");
-            assert!(said.contains(&wanted), "{wanted}: {said}");
-        }
-    });
+    isolated(
+        "a_reload_starts_and_ends_networks_and_leaves_the_others",
+        || {
+            let one = "- tap: tap\n  guests: [{socket: @/one}]\n";
+            let switch = "- guests: [{socket: @/a, mac: '52:54:00:00:00:0a'}, {socket: @/b}]\n";
+            let other = "- tap: other\n  guests: [{socket: @/two}]\n";
+            let server = Server::start(&format!("net:\n{one}{switch}"));
+            let reload = |networks: &[&str]| {
+                server.write(&format!("net:\n{}", networks.concat()));
+                server.reload()
+            };
+            let connect = |name| UnixStream::connect(server.path(name)).unwrap();
+            let mut guests = ["one", "a", "b"].map(connect);
+            let mut all = || guests.iter_mut().all(has_features);
+            assert!(all());
+            let said = reload(&[one, switch]);
+            assert!(said.contains("net=2"), "{said}");
+            // A fault, an interface for which the capabilities are gone, one that is in use: nothing changes.
+            let faulty = one.replace("tap: tap", "tap: tap\n  queues: 17");
+            let mtu = one.replace("tap: tap", "tap: tap\n  mtu: 1400");
+            for (networks, reason) in [
+                ([&*faulty, ""], "net[0].queues: 1 to 16"),
+                (
+                    [switch, other],
+                    "tap other: cannot create or take it: Operation not permitted",
+                ),
+                ([switch, &*mtu], "tap tap: another process has it open"),
+            ] {
+                let said = reload(&networks);
+                let unchanged = said.contains("nothing was changed") && said.contains(reason);
+                assert!(unchanged, "{reason}: {said}");
+                assert!(all(), "{reason}");
+            }
+            assert!(!server.path("two").exists());
+            // An interface that exists needs no capabilities.
+            ip("tuntap add other mode tap");
+            ip("link set other up");
+            let said = reload(&[one, switch, other]);
+            assert!(said.contains("net=3"), "{said}");
+            let mut two = connect("two");
+            assert!(has_features(&mut two) && all());
+            let said = reload(&[switch, other]);
+            assert!(said.contains("tap\" rx_frames=0"), "{said}");
+            assert!(has_features(&mut two));
+            let [mut gone, mut a, mut b] = guests;
+            assert!(has_features(&mut a) && has_features(&mut b) && !has_features(&mut gone));
+            assert!(!server.path("one").exists() && try_ip("link show dev tap").is_err());
+            let said = server.stop();
+            for device in ["other", "/a", "/b"] {
+                let wanted = format!("{device}\" rx_frames=0");
+                assert!(said.contains(&wanted), "{wanted}: {said}");
+            }
+        },
+    );
 }
 
 #[test]

@@ -63,8 +63,8 @@ mod tests {
         for width in [60, 80, 100] {
             let mut root = Cli::command().max_term_width(width).term_width(width);
             root.build();
-            let pages = root.get_subcommands_mut().filter(|one| !one.is_hide_set());
-            for page in pages {
+            let commands = root.get_subcommands().filter(|one| !one.is_hide_set());
+            for page in [&root].into_iter().chain(commands) {
                 let help = page.clone().max_term_width(width).term_width(width);
                 let help = help.clone().render_long_help().to_string();
                 let lines: Vec<&str> = help.lines().collect();

@@ -362,42 +362,45 @@ fn a_signal_logs_the_counters_of_all_guests() {
 /// The commands of the units for a network device and for a relay.
 #[test]
 fn the_units_start_and_tell_the_service_manager_when_they_serve() {
-    isolated("the_units_start_and_tell_the_service_manager", || {
-        for unit in [
-            include_str!("../../../dist/zerosock-net@.service"),
-            include_str!("../../../dist/zerosock-relay@.service"),
-        ] {
-            let dir = tempfile::tempdir().unwrap();
-            let at = |name: &str| dir.path().join(name).display().to_string();
-            let line = unit
-                .lines()
-                .find_map(|line| line.strip_prefix("ExecStart="));
-            let (program, line) = line.unwrap().split_once(' ').unwrap();
-            assert!(program.ends_with("/zerosock") && unit.contains("Type=notify"));
-            let ends = format!("unix-listen:{} unix:{}", at("in"), at("out"));
-            let line = line
-                .replace("/run/zerosock-net", &at(""))
-                .replace("%i", "tap3");
-            let line = line
-                .replace("$OPTIONS", "--queues 2")
-                .replace("$ARGUMENTS", &ends);
-            let manager = UnixDatagram::bind(at("notify")).unwrap();
-            manager.set_read_timeout(Some(DEADLINE)).unwrap();
-            let mut command = zerosock();
-            command.env("NOTIFY_SOCKET", at("notify"));
-            let running = Running::start(command.args(line.split_whitespace()));
-            let mut message = [0; 64];
-            let length = manager.recv(&mut message).unwrap();
-            assert!(
-                message[..length].starts_with(b"READY=1"),
-                "{}",
-                running.stderr()
-            );
-            running.signal("TERM");
-            let ended = running.finish();
-            assert_eq!(ended.code, Some(0), "{}", ended.stderr);
-        }
-    });
+    isolated(
+        "the_units_start_and_tell_the_service_manager_when_they_serve",
+        || {
+            for unit in [
+                include_str!("../../../dist/zerosock-net@.service"),
+                include_str!("../../../dist/zerosock-relay@.service"),
+            ] {
+                let dir = tempfile::tempdir().unwrap();
+                let at = |name: &str| dir.path().join(name).display().to_string();
+                let line = unit
+                    .lines()
+                    .find_map(|line| line.strip_prefix("ExecStart="));
+                let (program, line) = line.unwrap().split_once(' ').unwrap();
+                assert!(program.ends_with("/zerosock") && unit.contains("Type=notify"));
+                let ends = format!("unix-listen:{} unix:{}", at("in"), at("out"));
+                let line = line
+                    .replace("/run/zerosock-net", &at(""))
+                    .replace("%i", "tap3");
+                let line = line
+                    .replace("$OPTIONS", "--queues 2")
+                    .replace("$ARGUMENTS", &ends);
+                let manager = UnixDatagram::bind(at("notify")).unwrap();
+                manager.set_read_timeout(Some(DEADLINE)).unwrap();
+                let mut command = zerosock();
+                command.env("NOTIFY_SOCKET", at("notify"));
+                let running = Running::start(command.args(line.split_whitespace()));
+                let mut message = [0; 64];
+                let length = manager.recv(&mut message).unwrap();
+                assert!(
+                    message[..length].starts_with(b"READY=1"),
+                    "{}",
+                    running.stderr()
+                );
+                running.signal("TERM");
+                let ended = running.finish();
+                assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+            }
+        },
+    );
 }
 
 #[test]

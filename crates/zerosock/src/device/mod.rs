@@ -45,6 +45,8 @@ mod flush;
 mod forwarded;
 mod from_guest;
 mod guest_backlog;
+#[cfg(test)]
+mod guest_backlog_tests;
 pub(crate) mod host;
 pub(crate) mod host_sockets;
 #[cfg(test)]

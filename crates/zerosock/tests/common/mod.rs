@@ -120,6 +120,15 @@ impl TestDaemon {
         }
     }
 
+    /// Whether this is our device, which `test` needs.
+    pub(crate) fn is_ours(&self, test: &str) -> bool {
+        let is_ours = self.stats().is_some();
+        if !is_ours {
+            println!("SKIPPED {test}: another device is tested");
+        }
+        is_ours
+    }
+
     /// A guest for the first VM.
     pub(crate) fn guest(&self) -> Driver {
         self.guest_of(0, |_| {})

@@ -368,3 +368,7 @@ pub(super) fn udp(address: SocketAddr) -> Attempt {
     };
     Box::pin(async move { connect() })
 }
+
+#[cfg(test)]
+#[path = "dial_tests.rs"]
+mod tests;

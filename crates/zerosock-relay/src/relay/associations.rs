@@ -6,6 +6,8 @@
 //!   association on which nothing was relayed for the longest time; each ends at the time-out.
 //! - A full UDP target loses datagrams, as anywhere on the network. A Unix receiver that is full gets
 //!   those of one batch later; further ones are dropped until then.
+//! - A target with a name that refuses a datagram (ICMP) ends the association, if the name has another address:
+//!   the next datagram goes there.
 //! - Datagrams that wait for a target have at most [`HELD_LIMIT`] bytes, and those of one batch.
 
 mod joining;
@@ -72,6 +74,8 @@ pub(super) struct Associations {
 pub(super) struct Association {
     side: Side,
     pub(super) stage: Stage,
+    /// The address of the target, if its name has another one.
+    pub(super) replaceable: Option<SocketAddr>,
     /// The request to the connector for the socket.
     asked: Option<PendingConnect>,
     /// Tells it from its successor in the same slot.
@@ -387,6 +391,7 @@ impl Associations {
                 ready: Ready::WRITE,
             },
             stage,
+            replaceable: None,
             asked,
             serial,
             queued: false,
@@ -493,7 +498,7 @@ impl Associations {
         }
         let before = association.dropped;
         association.send_held(done);
-        let (mut ended, mut moved) = (None, false);
+        let (mut ended, mut moved, mut refused) = (None, false, false);
         let mut bytes = 0;
         for _ in 0..BATCHES {
             if !association.side.ready.has(Ready::READ) || bytes >= TURN_BYTES {
@@ -510,6 +515,7 @@ impl Associations {
                         ended = Some(Ended::Failed(errno));
                         break;
                     }
+                    refused |= errno == Errno::CONNREFUSED;
                     continue;
                 }
             };
@@ -546,6 +552,10 @@ impl Associations {
             }
         }
         done.dropped += association.dropped - before;
+        // What the target sent before is on its way: the sender's next datagram goes to another address.
+        if let (true, false, Some(address)) = (refused, moved, association.replaceable) {
+            ended = Some(Ended::Refused(address));
+        }
         if let Some(reason) = ended {
             return opener.end(self.remove(key), reason, now);
         }

@@ -1,5 +1,6 @@
 //! What a relay does, prepared: the same for all its workers.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -251,5 +252,14 @@ impl Plan {
             attempts: ATTEMPTS_AT_ONCE,
         };
         Some(connector.connect(request, done))
+    }
+
+    /// An address of the second end has refused a datagram: others of its name go before it.
+    pub(super) fn refused(&self, address: SocketAddr) {
+        if let (Some(connector), Endpoint::Connect(target)) =
+            (&self.connector, &self.config.ends[1])
+        {
+            connector.refused(target, address);
+        }
     }
 }

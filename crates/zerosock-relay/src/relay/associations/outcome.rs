@@ -1,6 +1,7 @@
 //! Why a sender has no association, or no longer.
 
 use std::fmt;
+use std::net::SocketAddr;
 
 use rustix::io::Errno;
 
@@ -20,6 +21,8 @@ pub(in crate::relay) enum Ended {
     Closed,
     /// The socket to the target has failed.
     Failed(Errno),
+    /// This address of the target has refused a datagram, and its name has another one.
+    Refused(SocketAddr),
     /// No datagram for the time-out.
     Idle,
     /// There was no room for a new sender, and nothing was relayed here for the longest time.
@@ -31,6 +34,7 @@ impl fmt::Display for Ended {
         match self {
             Ended::Closed => f.write_str("closed"),
             Ended::Failed(errno) => errno.fmt(f),
+            Ended::Refused(address) => write!(f, "{address} has refused a datagram"),
             Ended::Idle => f.write_str("idle"),
             Ended::Replaced => f.write_str("a new sender has taken its place"),
         }

@@ -115,6 +115,10 @@ impl Opener for Targets<'_> {
         match reason {
             Ended::Closed => {}
             Ended::Failed(_) => self.counters.failed.add(1),
+            Ended::Refused(address) => {
+                self.counters.failed.add(1);
+                self.plan.refused(address);
+            }
             Ended::Idle => self.counters.idle.add(1),
             Ended::Replaced => self.counters.replaced.add(1),
         }
@@ -195,18 +199,24 @@ impl RelayDevice {
             device: self.addr.number,
             poller: cx.poller,
         };
+        let mut replaceable = None;
         let socket = match result {
-            Ok(connected) => destination
-                .adopt(connected.socket)
-                .map_err(|errno| errno.to_string()),
+            Ok(connected) => {
+                replaceable = connected.address.filter(|_| connected.has_alternative);
+                let adopted = destination.adopt(connected.socket);
+                adopted.map_err(|errno| errno.to_string())
+            }
             Err(error) => Err(error.to_string()),
         };
         let reason = match socket {
             Ok((socket, _)) => match associations.connected(key, serial, socket) {
-                Some(association) => match targets.register(association.socket(), key) {
-                    Ok(()) => return,
-                    Err(error) => error.to_string(),
-                },
+                Some(association) => {
+                    association.replaceable = replaceable;
+                    match targets.register(association.socket(), key) {
+                        Ok(()) => return,
+                        Err(error) => error.to_string(),
+                    }
+                }
                 None => return,
             },
             Err(reason) => reason,

@@ -167,6 +167,33 @@ fn an_unreachable_target_ends_nothing() {
     assert_eq!(relay.stats().open, 1);
 }
 
+/// `localhost` is ::1 first, where no process has the port.
+#[test]
+fn an_address_of_a_name_that_refuses_datagrams_is_followed_by_the_next() {
+    let target = udp();
+    target
+        .set_read_timeout(Some(Duration::from_millis(20)))
+        .unwrap();
+    let port = target.local_addr().unwrap().port();
+    if let Err(error) = UdpSocket::bind(("::1", port)) {
+        return println!("SKIPPED an_address_of_a_name_that_refuses_datagrams: {error}");
+    }
+    let ends = [
+        "udp-listen:127.0.0.1:0".into(),
+        format!("udp:localhost:{port}"),
+    ];
+    let relay = start(ends, |_| {});
+    let client = client(&relay);
+    wait_until("a datagram to arrive", || {
+        client.send(b"asked").unwrap();
+        target.recv_from(&mut [0; 8]).is_ok()
+    });
+    wait_until("the first address to be given up", || {
+        relay.stats().failed == 1
+    });
+    assert_eq!(relay.stats().open, 1);
+}
+
 #[test]
 fn unix_datagrams_are_answered_by_name() {
     let dir = tempfile::tempdir().unwrap();

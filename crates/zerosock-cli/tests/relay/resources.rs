@@ -64,6 +64,7 @@ fn idle_connections_use_less_than_2_kib_each_and_leave_nothing() {
                 })
                 .collect()
         };
+        let none = descriptors(&running);
         // What the first connections need once: buffers, pipes, the allocator's own memory.
         drop(open(100));
         wait_until("the end of the first connections", || {
@@ -72,7 +73,8 @@ fn idle_connections_use_less_than_2_kib_each_and_leave_nothing() {
         let (memory, fds) = (status(&running, "RssAnon"), descriptors(&running));
         let all = open(connections);
         let used = status(&running, "RssAnon").saturating_sub(memory) * 1024;
-        assert!(descriptors(&running) >= fds + 2 * connections);
+        // Sockets of the first ones may be closed later than they are logged.
+        assert!(descriptors(&running) >= none + 2 * connections);
         let each = used / connections as u64;
         println!("{each} bytes for each of {connections} idle connections to {to}");
         assert!(each < 2048, "{each} bytes for each connection");

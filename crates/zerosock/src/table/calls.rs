@@ -239,7 +239,6 @@ impl<A: TableAccess> ConnectionCalls for A {
             got = self.show_arrivals(id, bounds, &mut copy).bytes;
             if let Some(sockets) = self.sockets_mut() {
                 sockets.count_read(got);
-                sockets.count_taken(id, got);
             }
         }
         if got == 0 {
@@ -324,7 +323,6 @@ impl<A: TableAccess> ConnectionCalls for A {
             let shown = self.show_arrivals(id, bounds, &mut look);
             if let Some(sockets) = self.sockets_mut() {
                 sockets.count_shown(shown.bytes);
-                sockets.count_taken(id, shown.bytes);
             }
             seen += shown.packets as usize;
         }
@@ -360,7 +358,6 @@ impl<A: TableAccess> ConnectionCalls for A {
                 };
                 if let Some(sockets) = self.sockets_mut() {
                     sockets.count_read_message(&message);
-                    sockets.count_taken(id, message.len);
                 }
                 return Ok(Some(message));
             }

@@ -13,7 +13,10 @@ use zerosock_proto::wire::vsock::{SEQ_EOM, SEQ_EOR};
 /// The length of a message that lies in several slices.
 #[inline]
 pub(crate) fn len_of(slices: &[IoSlice<'_>]) -> usize {
-    slices.iter().map(|slice| slice.len()).sum()
+    match slices {
+        [slice] => slice.len(),
+        _ => slices.iter().map(|slice| slice.len()).sum(),
+    }
 }
 
 /// Passes each slice of a message to `put`, with its offset.

@@ -126,8 +126,7 @@ impl Connection {
     pub(super) fn stats(&self) -> ConnectionStats {
         let mut locked = self.core.lock();
         let info = locked.backend().info(self.id);
-        self.counts
-            .stats(info.map_or(0, |info| info.taken + info.unread as u64))
+        self.counts.stats(info.map_or(0, |info| info.unread))
     }
 
     pub(super) fn read_wait_budget(&self) -> WaitBudget {

@@ -273,16 +273,6 @@ impl<T> Sockets<T> {
         Some((conn.pool, conn.drained_flow()?))
     }
 
-    /// Counts bytes that a connection's reader took without their having been held.
-    #[inline]
-    pub(crate) fn count_taken(&mut self, id: StreamId, bytes: usize) {
-        if bytes > 0
-            && let Some(conn) = self.get_mut(id)
-        {
-            conn.taken += bytes as u64;
-        }
-    }
-
     /// Counts bytes passed to a reader in place without having been held.
     #[inline]
     pub(crate) fn count_shown(&mut self, bytes: usize) {

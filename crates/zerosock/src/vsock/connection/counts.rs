@@ -49,40 +49,64 @@ impl fmt::Display for ConnectionStats {
     }
 }
 
-/// What the calls of a connection count; the table counts received bytes.
+/// What the calls of a connection count. No byte is in two counters, so that a call adds to one.
 #[derive(Debug, Default)]
 pub(in crate::vsock) struct Counts {
-    received_in_place: AtomicU64,
-    sent: AtomicU64,
+    /// Bytes that a call has copied to the program.
+    read_copied: AtomicU64,
+    /// Bytes that a call has lent to the program where the peer has written them.
+    read_in_place: AtomicU64,
+    /// Bytes sent that a call has copied.
+    sent_copied: AtomicU64,
+    /// Bytes sent that the program has written where the peer reads them.
     sent_in_place: AtomicU64,
 }
 
 impl Counts {
-    pub(in crate::vsock) fn add_sent(&self, bytes: usize) {
-        add(&self.sent, bytes);
+    #[inline]
+    pub(in crate::vsock) fn add_read_copied(&self, bytes: usize) {
+        add(&self.read_copied, bytes);
     }
 
-    /// Of the bytes sent, those that the program wrote in place.
-    pub(in crate::vsock) fn add_sent_in_place(&self, bytes: usize) {
-        add(&self.sent_in_place, bytes);
+    #[inline]
+    pub(in crate::vsock) fn add_read(&self, bytes: usize, is_in_place: bool) {
+        let counter = if is_in_place {
+            &self.read_in_place
+        } else {
+            &self.read_copied
+        };
+        add(counter, bytes);
     }
 
-    pub(in crate::vsock) fn add_received_in_place(&self, bytes: usize) {
-        add(&self.received_in_place, bytes);
-    }
-
+    #[inline]
     pub(in crate::vsock) fn add_lease(&self, parts: &LeaseParts) {
-        if !matches!(parts.place, BufferPlace::Copied(_)) {
-            self.add_received_in_place(parts.len);
-        }
+        self.add_read(parts.len, !matches!(parts.place, BufferPlace::Copied(_)));
     }
 
-    pub(super) fn stats(&self, received: u64) -> ConnectionStats {
+    #[inline]
+    pub(in crate::vsock) fn add_sent_copied(&self, bytes: usize) {
+        add(&self.sent_copied, bytes);
+    }
+
+    #[inline]
+    pub(in crate::vsock) fn add_sent(&self, bytes: usize, is_in_place: bool) {
+        let counter = if is_in_place {
+            &self.sent_in_place
+        } else {
+            &self.sent_copied
+        };
+        add(counter, bytes);
+    }
+
+    pub(super) fn stats(&self, unread: usize) -> ConnectionStats {
+        let received_in_place = self.read_in_place.load(Ordering::Relaxed);
+        let sent_in_place = self.sent_in_place.load(Ordering::Relaxed);
+        let read = received_in_place + self.read_copied.load(Ordering::Relaxed);
         ConnectionStats {
-            received,
-            received_in_place: self.received_in_place.load(Ordering::Relaxed),
-            sent: self.sent.load(Ordering::Relaxed),
-            sent_in_place: self.sent_in_place.load(Ordering::Relaxed),
+            received: read + unread as u64,
+            received_in_place,
+            sent: sent_in_place + self.sent_copied.load(Ordering::Relaxed),
+            sent_in_place,
         }
     }
 }

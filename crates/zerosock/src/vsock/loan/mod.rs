@@ -386,10 +386,7 @@ impl<'a> Loan<'a> {
         let in_place = private.is_none();
         let result = backend.send_loan(self.buffer.index, self.filled, private);
         if let Ok(sent) = result {
-            self.conn.counts.add_sent(sent);
-            if in_place {
-                self.conn.counts.add_sent_in_place(sent);
-            }
+            self.conn.counts.add_sent(sent, in_place);
         }
         match result {
             Ok(sent) if sent < self.filled => {

@@ -212,6 +212,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
                             fault = Some(error);
                             break;
                         }
+                        stream.conn.counts.add_read_copied(len);
                         let header = RxHeader {
                             length: len as u32,
                             flags: SPILLED | if len == next.len { STREAM_FLAGS } else { 0 },

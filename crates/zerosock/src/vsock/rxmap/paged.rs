@@ -229,6 +229,10 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
                     fault = Some(error);
                     break;
                 }
+                stream
+                    .conn
+                    .counts
+                    .add_read_copied(place.header.length as usize);
                 let bytes = [place.header.length, place.header.flags];
                 pages.set_header(place.index, encode(bytes));
                 layout.take(place);

@@ -333,12 +333,11 @@ impl<'a> MessageLoan<'a> {
                 private: buffer.private(len),
             })
             .collect();
-        let in_place = parts.iter().filter(|part| part.private.is_none());
-        let in_place = in_place.map(|part| part.len).sum();
         let sent = backend.send_message_loan(conn.id, &parts, ends_record);
         if sent.is_ok() {
-            conn.counts.add_sent(self.filled);
-            conn.counts.add_sent_in_place(in_place);
+            for part in &parts {
+                conn.counts.add_sent(part.len, part.private.is_none());
+            }
         }
         if sent != Err(SendFault::WouldBlock) {
             // The backend has the buffers back and may reuse their indices and memory.

@@ -31,6 +31,7 @@ use super::hub::{Core, Interest};
 use super::options::Options;
 use super::waiting::Wait;
 use crate::table::backend::{Backend, ConnInfo};
+use crate::table::outgoing::len_of;
 use crate::table::sockets::{MessageRead, StreamId, StreamState};
 pub use leases::MessageLeases;
 pub use listener::SeqPacketListener;
@@ -178,9 +179,13 @@ impl SeqPacket {
     /// `WouldBlock`, `TimedOut`; else a [`StreamError`](super::StreamError) is the source. An
     /// incomplete last message is not received.
     pub fn recv(&self, out: &mut [u8]) -> io::Result<Option<Received>> {
-        let message = self
-            .conn
-            .receive(|backend| backend.read_message(self.conn.id, out, false))?;
+        let message = self.conn.receive(|backend| {
+            let got = backend.read_message(self.conn.id, out, false)?;
+            if let Some(message) = &got {
+                self.conn.counts.add_read_copied(message.len);
+            }
+            Ok(got)
+        })?;
         Ok(message.map(Received::from))
     }
 
@@ -264,8 +269,7 @@ impl SeqPacket {
         let id = self.conn.id;
         self.conn.wait_for_room(|backend| {
             let all = backend.send_message(id, slices, ends_record)?;
-            let len = slices.iter().map(|slice| slice.len()).sum();
-            self.conn.counts.add_sent(len);
+            self.conn.counts.add_sent_copied(len_of(slices));
             Ok(all)
         })
     }

@@ -58,7 +58,7 @@ impl Batch<'_> {
     pub fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             let sent = self.transmit(|backend, id| backend.write(id, bytes, Publish::Later))?;
-            self.conn.counts.add_sent(sent);
+            self.conn.counts.add_sent_copied(sent);
             bytes = bytes.get(sent..).unwrap_or(&[]);
         }
         Ok(())

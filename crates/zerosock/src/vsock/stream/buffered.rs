@@ -52,7 +52,7 @@ impl ReadAhead {
         if let Some(info) = backend.info(conn.id) {
             let gone = info.taken.saturating_sub(*at);
             let rest = len.saturating_sub(usize::try_from(gone).unwrap_or(usize::MAX));
-            backend.skip(conn.id, rest);
+            conn.counts.add_read_copied(backend.skip(conn.id, rest));
             backend.flush_after_read();
         }
         unconsumed.start += len;

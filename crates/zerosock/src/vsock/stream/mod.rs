@@ -141,9 +141,8 @@ impl Stream {
         self.receive(|backend| {
             backend.consume_in_place(self.conn.id, most, &mut |payload| {
                 let message = Message::new(payload, trust);
-                if message.is_in_place() {
-                    self.conn.counts.add_received_in_place(message.len());
-                }
+                let counts = &self.conn.counts;
+                counts.add_read(message.len(), message.is_in_place());
                 look(message);
                 true
             })
@@ -225,7 +224,11 @@ impl Read for &Stream {
         if out.is_empty() {
             return Ok(0);
         }
-        self.receive(|backend| backend.read(self.conn.id, out, false))
+        self.receive(|backend| {
+            let got = backend.read(self.conn.id, out, false)?;
+            self.conn.counts.add_read_copied(got);
+            Ok(got)
+        })
     }
 }
 
@@ -245,7 +248,7 @@ impl Write for &Stream {
         }
         self.conn.wait_for_room(|backend| {
             let sent = backend.write(self.conn.id, bytes, Publish::Now)?;
-            self.conn.counts.add_sent(sent);
+            self.conn.counts.add_sent_copied(sent);
             Ok(sent)
         })
     }
@@ -262,7 +265,7 @@ impl Write for &Stream {
                 match backend.write(self.conn.id, slice, Publish::Later) {
                     Ok(written) => {
                         done += written;
-                        self.conn.counts.add_sent(written);
+                        self.conn.counts.add_sent_copied(written);
                         if written < slice.len() {
                             break;
                         }

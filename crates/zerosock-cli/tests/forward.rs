@@ -384,6 +384,101 @@ fn connections_of_a_removed_rule_continue_after_a_reload() {
     assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
 }
 
+/// The lines of the log with all of these texts.
+fn lines_with(said: &str, texts: &[&str]) -> usize {
+    let has_all = |line: &&str| texts.iter().all(|text| line.contains(text));
+    said.lines().filter(has_all).count()
+}
+
+#[test]
+fn log_and_counters_name_the_rules_that_have_names() {
+    let (listener, address) = server();
+    let (ssh, lost) = (free_address(), free_address());
+    let room = Room::with_file(&format!(
+        "access: [deny: {{name: no-telnet, from: 3, to: host, ports: 23}}]\n\
+         forward: [{{name: web, port: 1, to: 'tcp:{address}'}}, \
+         {{name: closed, port: 2, to: 'unix:/nonexistent'}}]\n\
+         listen: [{{name: web, on: 'tcp:{ssh}', to: '3:22'}}, {{name: lost, on: 'tcp:{lost}', to: '9:1'}}]"
+    ));
+    let guest = room.guest();
+    guest.connect(host(23)).unwrap_err();
+    guest.connect(host(2)).unwrap_err();
+    drop((guest.connect(host(1)).unwrap(), listener.accept().unwrap()));
+    let at_guest = guest.listen(Port::new(22), 8).unwrap();
+    let client = TcpStream::connect(ssh).unwrap();
+    drop((at_guest.accept_timeout(DEADLINE).unwrap(), client));
+    drop(TcpStream::connect(lost).unwrap());
+    let wait = |what: &[&str]| {
+        wait_until(&format!("{what:?}"), || {
+            lines_with(&room.stderr(), what) > 0
+        });
+    };
+    wait(&["WARN", "listen lost: no VM has CID 9"]);
+    wait(&["connection denied", "access no-telnet denies it"]);
+    wait(&["connection not forwarded rule=\"forward closed\""]);
+    wait(&["forwarded connection ended rule=\"forward web\""]);
+    wait(&["forwarded connection ended rule=\"listen web\""]);
+    wait(&["client refused rule=\"listen lost\""]);
+    room.serve.as_ref().unwrap().signal("USR1");
+    wait(&["counters in_place_bytes="]);
+    let said = room.stderr();
+    for counted in [
+        "rule=\"forward web\" removed=false active=0 opened=1 refused=0",
+        "rule=\"forward closed\" removed=false active=0 opened=0 refused=1",
+        "rule=\"listen web\" removed=false active=0 opened=1",
+        "rule=\"listen lost\" removed=false active=0 opened=0 refused=1",
+        "access no-telnet has denied 1 connections and datagrams",
+    ] {
+        assert!(said.contains(counted), "{counted}: {said}");
+    }
+    room.stop();
+}
+
+#[test]
+fn a_reload_that_changes_names_only_keeps_connections_listeners_and_counters() {
+    let (listener, address) = server();
+    let on = free_address();
+    let lines = |name: &str| {
+        format!(
+            "access: [deny: {{name: no-{name}, from: 3, to: host, ports: 23}}]\n\
+             forward: [{{name: {name}, port: 1, to: 'tcp:{address}', max_connections: 2}}]\n\
+             listen: [{{name: {name}, on: 'tcp:{on}', to: '3:22'}}]"
+        )
+    };
+    let mut room = Room::with_file(&lines("old"));
+    let guest = room.guest();
+    let mut forwarded = guest.connect(host(1)).unwrap();
+    let (mut at_server, _) = listener.accept().unwrap();
+    let at_guest = guest.listen(Port::new(22), 8).unwrap();
+    let mut client = TcpStream::connect(on).unwrap();
+    let (mut accepted, _) = at_guest.accept_timeout(DEADLINE).unwrap();
+    guest.connect(host(23)).unwrap_err();
+    let said = room.reload(&lines("new"));
+    assert_eq!(lines_with(&said, &["connections of a rule"]), 0, "{said}");
+    assert_eq!(lines_with(&said, &["has denied"]), 0, "{said}");
+    // The connections go on, and the new names count them and later ones.
+    let mut got = [0; 5];
+    forwarded.write_all(b"hello").unwrap();
+    at_server.read_exact(&mut got).unwrap();
+    client.write_all(b"hello").unwrap();
+    accepted.read_exact(&mut got).unwrap();
+    let _second = guest.connect(host(1)).unwrap();
+    let _at_server = listener.accept().unwrap();
+    guest.connect(host(1)).unwrap_err();
+    let _client = TcpStream::connect(on).unwrap();
+    at_guest.accept_timeout(DEADLINE).unwrap();
+    guest.connect(host(23)).unwrap_err();
+    let said = room.stop();
+    for counted in [
+        "rule=\"forward new\" removed=false active=2 opened=2 refused=1",
+        "rule=\"listen new\" removed=false",
+        "access no-new has denied 2 connections and datagrams",
+    ] {
+        assert!(said.contains(counted), "{counted}: {said}");
+    }
+    assert!(!said.contains("removed=true"), "{said}");
+}
+
 #[test]
 fn a_reload_with_a_mistake_changes_nothing() {
     let (listener, address) = server();
@@ -411,6 +506,25 @@ fn a_reload_with_a_mistake_changes_nothing() {
         (
             "forward: [{port: 1, from: host, to: 'unix:/a'}]".to_owned(),
             "forward[0]: from: name VMs or processes",
+        ),
+        (
+            "forward: [{name: a, port: 1, to: 'unix:/a'}, {name: a, port: 2, to: 'unix:/b'}]"
+                .to_owned(),
+            "forward[0] and forward[1]: both have the name a",
+        ),
+        (
+            "listen: [{name: a, on: 'unix:@/a', to: '3:1'}, {name: a, on: 'unix:@/b', to: '3:2'}]"
+                .to_owned(),
+            "listen[0] and listen[1]: both have the name a",
+        ),
+        (
+            "access: [deny: {name: a, from: 9, to: any}, allow: {name: a, from: 8, to: any}]"
+                .to_owned(),
+            "access[0] and access[1]: both have the name a",
+        ),
+        (
+            "listen: [{name: a b, on: 'unix:@/a', to: '3:1'}]".to_owned(),
+            "name: `a b`: the name of a rule has 1 to 32 of",
         ),
     ] {
         let said = room.reload(&lines);

@@ -289,6 +289,7 @@ impl Daemon {
     /// let stream = web.connect(there)?;
     /// // From now on every new connection is denied.
     /// let deny_all = Rule {
+    ///     name: None,
     ///     verdict: Verdict::Deny,
     ///     from: vec![Party::Any],
     ///     to: vec![Party::Any],

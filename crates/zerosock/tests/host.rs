@@ -203,6 +203,7 @@ fn only_ports_with_a_listener_accept_connects() {
 #[test]
 fn denied_connects_of_the_host_are_counted_by_rule() {
     let deny = Rule {
+        name: None,
         verdict: Verdict::Deny,
         from: vec![Party::Host],
         to: vec![Party::Any],

@@ -10,7 +10,7 @@ use std::str::FromStr;
 
 use serde::de::{Error, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
-use zerosock::access::{AccessList, Cids, Party, Ports, RangeError, Rule, Verdict};
+use zerosock::access::{AccessList, Cids, Party, Ports, RangeError, Rule, RuleName, Verdict};
 use zerosock::{Cid, Port};
 
 use super::list::joined_by_plus;
@@ -28,6 +28,8 @@ struct RawRule {
     to: Vec<Party>,
     #[serde(default = "Ports::all", deserialize_with = "ports")]
     ports: Ports,
+    #[serde(default, deserialize_with = "rule_name")]
+    name: Option<RuleName>,
 }
 
 impl<'de> Deserialize<'de> for Entry {
@@ -54,12 +56,18 @@ impl<'de> Visitor<'de> for OneKey {
             Some(other) => return Err(A::Error::unknown_field(other, &["allow", "deny"])),
             None => return Err(A::Error::custom("neither `allow` nor `deny`: give one")),
         };
-        let RawRule { from, to, ports } = map.next_value()?;
+        let RawRule {
+            from,
+            to,
+            ports,
+            name,
+        } = map.next_value()?;
         if let Some(key) = map.next_key::<String>()? {
             let what = format!("`{key}` beside another rule: make two entries of it");
             return Err(A::Error::custom(what));
         }
         Ok(Entry(Rule {
+            name,
             verdict,
             from,
             to,
@@ -131,6 +139,14 @@ fn party(text: &str) -> Result<Party, String> {
     }
 }
 
+/// The name of a rule of any kind.
+pub(super) fn rule_name<'de, D: Deserializer<'de>>(input: D) -> Result<Option<RuleName>, D::Error> {
+    let text = String::deserialize(input)?;
+    let name = text.parse();
+    name.map(Some)
+        .map_err(|error| D::Error::custom(format!("name: `{text}`: {error}")))
+}
+
 const PORTS: &str = "a port such as 22, ports such as 6000-6010, several joined by `+` or as a \
                      list, 0 to 4294967294";
 
@@ -186,12 +202,14 @@ mod tests {
         let port = Port::new;
         let wanted = AccessList::new([
             Rule {
+                name: None,
                 verdict: Verdict::Allow,
                 from: vec![Party::Name("web".parse().unwrap())],
                 to: vec![Party::Group("db".into())],
                 ports: Ports::one(port(5432)).unwrap(),
             },
             Rule {
+                name: None,
                 verdict: Verdict::Deny,
                 from: vec![Party::Any],
                 to: vec![
@@ -203,12 +221,14 @@ mod tests {
                 ports: Ports::new([port(22)..=port(22), port(6000)..=port(6010)]).unwrap(),
             },
             Rule {
+                name: None,
                 verdict: Verdict::Allow,
                 from: vec![Party::Host, cids(4, 4)],
                 to: vec![Party::Any],
                 ports: Ports::all(),
             },
             Rule {
+                name: None,
                 verdict: Verdict::Deny,
                 from: vec![cids(7, 7)],
                 to: vec![Party::Any],

@@ -93,9 +93,9 @@ pub(super) fn warn_about_missing_cids(listen: &[Listen], vms: &[Vm], can_attach:
             && !vms.iter().any(|vm| vm.cid == cid.get())
         {
             warn!(
-                "listen {}={}: no VM has CID {cid}, and no process can attach: clients of this rule are \
+                "listen {}: no VM has CID {cid}, and no process can attach: clients of this rule are \
                  refused; add the VM, or change the rule",
-                rule.on, rule.to
+                rule.shown()
             );
         }
     }

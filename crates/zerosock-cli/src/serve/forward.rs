@@ -16,10 +16,11 @@ use serde::{Deserialize, Deserializer};
 use zerosock::Port;
 use zerosock::access::Party;
 use zerosock::forward::{
-    Destination, ForwardRule, ListenAddress, ListenRule, Network, TargetTemplate, ZeroCopy,
+    Destination, ForwardRule, ListenAddress, ListenRule, Network, RuleName, TargetTemplate,
+    ZeroCopy,
 };
 
-use super::access;
+use super::access::{self, rule_name};
 use super::list::joined_by_plus;
 use crate::duration;
 use crate::mode::parse_mode;
@@ -59,6 +60,8 @@ pub(crate) struct Forward(pub(super) ForwardRule);
 #[derive(Clone, Debug, Eq, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Listen {
+    #[serde(default, deserialize_with = "rule_name")]
+    name: Option<RuleName>,
     #[serde(deserialize_with = "parsed")]
     pub(super) on: ListenAddress,
     #[serde(deserialize_with = "parsed")]
@@ -85,6 +88,7 @@ pub(crate) struct Listen {
 impl Listen {
     fn new(on: ListenAddress, to: Destination) -> Listen {
         Listen {
+            name: None,
             on,
             to,
             allow: Vec::new(),
@@ -98,9 +102,18 @@ impl Listen {
         }
     }
 
+    /// The rule in the log: its name, or what it says.
+    pub(super) fn shown(&self) -> String {
+        match &self.name {
+            Some(name) => name.to_string(),
+            None => format!("{}={}", self.on, self.to),
+        }
+    }
+
     /// The rule of the library. `None`: with the socket that the daemon has for its address.
     pub(super) fn rule(&self, socket: Option<OwnedFd>) -> ListenRule {
         ListenRule {
+            name: self.name.clone(),
             on: self.on.clone(),
             socket,
             to: self.to.clone(),
@@ -118,6 +131,8 @@ impl Listen {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawForward {
+    #[serde(default, deserialize_with = "rule_name")]
+    name: Option<RuleName>,
     #[serde(default = "any", deserialize_with = "access::parties")]
     from: Vec<Party>,
     #[serde(deserialize_with = "ports")]
@@ -145,6 +160,7 @@ struct RawForward {
 impl From<RawForward> for Forward {
     fn from(raw: RawForward) -> Forward {
         Forward(ForwardRule {
+            name: raw.name,
             from: raw.from,
             ports: raw.port,
             to: raw.to,

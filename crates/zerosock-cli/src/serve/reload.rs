@@ -100,10 +100,8 @@ impl Running {
                 return Err(error.to_string());
             }
         };
-        // An unchanged list keeps its counters.
-        if wanted.rules == self.settings.rules {
-            wanted.rules = self.settings.rules.clone();
-        }
+        // A list in which only names have changed keeps its counters.
+        let is_same_list = wanted.rules.continue_counters(&self.settings.rules);
         let order = Reload {
             add,
             remove: changes.remove.iter().copied().map(Cid::new).collect(),
@@ -150,7 +148,7 @@ impl Running {
         for cid in &changes.remove {
             self.files.remove(cid);
         }
-        if wanted.rules != self.settings.rules {
+        if !is_same_list {
             report_denied(&self.settings.rules);
         }
         self.settings.rules = wanted.rules;
@@ -215,7 +213,7 @@ impl Changes {
                 None => "that of the other sockets".into(),
             };
             if let Some(other) = other {
-                let what = format!("listen on {}: mode", rule.on);
+                let what = format!("listen {}: mode", other.shown());
                 changes.keep(&what, &shown(rule.mode), &shown(other.mode));
             }
         }

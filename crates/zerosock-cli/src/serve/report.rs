@@ -59,9 +59,11 @@ pub(super) fn report_rule(stats: &RuleStats) {
 
 /// Logs how many connections and datagrams each rule of the access list has denied.
 pub(super) fn report_denied(rules: &AccessList) {
-    for (rule, denied) in rules.denied().into_iter().enumerate() {
-        if denied > 0 {
-            info!("access[{rule}] has denied {denied} connections and datagrams");
+    let counted = rules.rules().iter().zip(rules.denied()).enumerate();
+    for (index, (rule, denied)) in counted.filter(|(_, (_, denied))| *denied > 0) {
+        match &rule.name {
+            Some(name) => info!("access {name} has denied {denied} connections and datagrams"),
+            None => info!("access[{index}] has denied {denied} connections and datagrams"),
         }
     }
 }

@@ -241,8 +241,13 @@ impl Settings {
             error => error,
         })?;
         taken.check_derived(config.as_deref(), &listen)?;
+        let access = access::list(rules);
+        access.check().map_err(|same| SettingsError::Rules {
+            place: place_of(config.as_deref()),
+            error: same.into(),
+        })?;
         let rules = Rules {
-            access: access::list(rules),
+            access,
             forward,
             listen,
         };
@@ -271,6 +276,11 @@ struct Rules {
     listen: Vec<Listen>,
 }
 
+/// The file in errors, with a colon.
+fn place_of(file: Option<&Path>) -> String {
+    file.map_or_else(String::new, |path| format!("{}: ", path.display()))
+}
+
 /// Finds conflicts of forwarding and listening rules.
 fn check_rules(
     file: Option<&Path>,
@@ -278,7 +288,7 @@ fn check_rules(
     listen: &[Listen],
     taken: &Taken,
 ) -> Result<(), SettingsError> {
-    let place = file.map_or_else(String::new, |path| format!("{}: ", path.display()));
+    let place = place_of(file);
     let refused = |error| SettingsError::Rules {
         place: place.clone(),
         error,
@@ -633,7 +643,7 @@ impl Taken {
 
     /// Refuses sockets of our own at the path of a guest's port.
     fn check_derived(&self, file: Option<&Path>, listen: &[Listen]) -> Result<(), SettingsError> {
-        let place = file.map_or_else(String::new, |path| format!("{}: ", path.display()));
+        let place = place_of(file);
         let rules = listen.iter().enumerate().filter_map(|(index, listen)| {
             let path = match &listen.on {
                 ListenAddress::Unix(path) | ListenAddress::UnixSeqpacket(path) => path.clone(),

@@ -265,6 +265,45 @@ fn the_path_of_a_port_conflicts_with_a_forwarding_rule() {
     assert!(said.contains(wanted), "{said}");
 }
 
+#[test]
+fn a_name_belongs_to_one_rule_of_its_kind() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("vms.yaml");
+    let config = format!("--config {}", path.display());
+    let write = |name: &str| {
+        let of = |kind: &str| match name.strip_prefix(kind) {
+            Some(name) => name.to_owned(),
+            None => format!("x-{}", kind.trim()),
+        };
+        let (access, forward, listen) = (of("access "), of("forward "), of("listen "));
+        let file = format!(
+            "vms: [{{socket: /a, uds_path: /b}}]
+access: [deny: {{name: web, from: 9, to: any}}, deny: {{name: {access}, from: 8, to: any}}]
+forward: [{{name: web, port: 1, to: 'unix:/c'}}, {{name: {forward}, port: 2, to: 'unix:/c'}}]
+listen: [{{name: web, on: 'unix:/d', to: '3:1'}}, {{name: {listen}, on: 'unix:/e', to: '3:1'}}]"
+        );
+        std::fs::write(&path, file).unwrap();
+    };
+    write("");
+    settings(&config);
+    for kind in ["access", "forward", "listen"] {
+        write(&format!("{kind} web"));
+        let said = complaint(&config);
+        let wanted =
+            format!("vms.yaml: {kind}[0] and {kind}[1]: both have the name web; change one");
+        assert!(said.ends_with(&wanted), "{said}");
+        for name in ["''", "a b", "a/b", "'é'", &"a".repeat(33)] {
+            write(&format!("{kind} {name}"));
+            let said = complaint(&config);
+            let text = name.trim_matches('\'');
+            let wanted =
+                format!("name: `{text}`: the name of a rule has 1 to 32 of the characters");
+            assert!(said.contains(&wanted), "{said}");
+            assert!(said.contains(&format!("{kind}[1]")), "{said}");
+        }
+    }
+}
+
 /// What a guest sends to port 77 of the host goes to `PATH_77`.
 #[test]
 fn no_socket_of_ours_is_at_the_path_of_a_port() {

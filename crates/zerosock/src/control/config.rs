@@ -139,7 +139,7 @@ pub enum ReloadError {
     /// The workers have no free address for another VM.
     #[error("the workers have no free address for the VM with CID {0}")]
     Full(Cid),
-    /// The forwarding rules have a conflict.
+    /// The rules have a conflict.
     #[error(transparent)]
     Rules(RuleError),
     /// A socket of a rule, or a thread that serves rules, cannot be set up.
@@ -188,7 +188,7 @@ pub enum StartError {
         /// The cause.
         source: io::Error,
     },
-    /// The forwarding rules have a conflict.
+    /// The rules have a conflict.
     #[error(transparent)]
     Rules(RuleError),
     /// A system call that every daemon needs failed.

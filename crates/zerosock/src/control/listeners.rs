@@ -66,10 +66,14 @@ impl ActiveListener {
     /// A rule that takes the place of `old`, which has the same address.
     pub(super) fn new(rule: ListenRule, old: Option<&ActiveListener>) -> ActiveListener {
         let policy = AddressPolicy::for_clients(rule.allow.clone(), rule.deny.clone());
-        let text = format!("listen {} to {}", rule.on, rule.to);
+        let text = rule.text();
+        let state = match old {
+            Some(old) if old.rule.is_same(&rule) => old.state.renamed(text),
+            old => RuleState::new(text, rule.max_connections, old.map(|old| &*old.state)),
+        };
         ActiveListener {
             policy,
-            state: RuleState::new(text, rule.max_connections, old.map(|old| &*old.state)),
+            state,
             log: LogLimit::default(),
             rule,
         }

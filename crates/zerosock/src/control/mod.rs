@@ -96,6 +96,8 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     if setup.limits.connect.is_zero() {
         return Err(StartError::NoConnectTime);
     }
+    let checked = setup.access.check();
+    checked.map_err(|same| StartError::Rules(same.into()))?;
     let windows = setup.vms.iter().map(|vm| vm.buf_alloc);
     let of_processes = setup.attach.iter().map(|attach| attach.buf_alloc);
     if windows.chain(of_processes).any(|bytes| bytes == 0) {

@@ -118,7 +118,8 @@ impl ReloadHandler {
         if reload.attach.is_some() && self.server.is_none() {
             return Err(ReloadError::NoAttachSocket);
         }
-        Ok(())
+        let checked = reload.access.check();
+        checked.map_err(|same| ReloadError::Rules(same.into()))
     }
 
     /// Checks the forwarding rules of an order, and starts the threads that it needs.

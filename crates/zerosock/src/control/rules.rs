@@ -127,7 +127,9 @@ impl RuleSet {
             let prepared = prepared.map_err(RuleSetError::System)?;
             let old = self.listen.iter().find(|it| it.rule.on == rule.on);
             let active = match old {
-                Some(old) if old.rule.is_same(&rule) => Arc::clone(old),
+                Some(old) if old.rule.is_same(&rule) && old.rule.name == rule.name => {
+                    Arc::clone(old)
+                }
                 old => Arc::new(ActiveListener::new(rule, old.map(|old| &**old))),
             };
             listen.push((active, prepared));

@@ -14,7 +14,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use zerosock_proto::{Cid, Port};
 
-use crate::routing::name::Name;
+use crate::routing::name::{Name, check_names};
+
+pub use crate::routing::name::{RuleName, RuleNameError, SameName};
 
 /// A set of endpoints in a rule.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -67,6 +69,8 @@ pub enum Verdict {
 /// A rule of an [`AccessList`].
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Rule {
+    /// Shown by logs and counters instead of the number of the rule.
+    pub name: Option<RuleName>,
     /// Allow or deny.
     pub verdict: Verdict,
     /// Matches if the source is in one of these sets.
@@ -90,6 +94,7 @@ pub struct Rule {
 ///
 /// // Within the group, only the web server may connect to the database's admin port.
 /// let admin = |verdict, from| Rule {
+///     name: None,
 ///     verdict,
 ///     from: vec![from],
 ///     to: vec![Party::Name("db".parse().unwrap())],
@@ -210,6 +215,35 @@ impl AccessList {
         &self.rules
     }
 
+    /// Checks the names of the rules.
+    ///
+    /// # Errors
+    /// Two rules have the same name.
+    pub fn check(&self) -> Result<(), SameName> {
+        check_names("access", self.rules.iter().map(|rule| rule.name.as_ref()))
+    }
+
+    /// Goes on with the counters of `old` if the rules differ in their names only. Returns whether they do.
+    pub fn continue_counters(&mut self, old: &AccessList) -> bool {
+        let is_same = |(rule, old): (&Rule, &Rule)| {
+            rule.verdict == old.verdict
+                && rule.from == old.from
+                && rule.to == old.to
+                && rule.ports == old.ports
+        };
+        let continues =
+            self.rules.len() == old.rules.len() && self.rules.iter().zip(&*old.rules).all(is_same);
+        if continues {
+            self.denied = Arc::clone(&old.denied);
+        }
+        continues
+    }
+
+    /// The name of the rule of this number.
+    pub(crate) fn name(&self, rule: usize) -> Option<&RuleName> {
+        self.rules.get(rule)?.name.as_ref()
+    }
+
     /// Number of connections and datagrams that each rule has denied since the list was made, in the order of the rules.
     pub fn denied(&self) -> Vec<u64> {
         let counters = self.denied.iter();
@@ -301,6 +335,7 @@ mod tests {
         let vm = endpoint(3, &groups, None);
         let db = endpoint(70, &[], Some(&name));
         let rule = |verdict, from: Party, to: Party, ports| Rule {
+            name: None,
             verdict,
             from: vec![from],
             to: vec![to],

@@ -6,7 +6,7 @@ pub(crate) mod name;
 
 use self::access::{AccessList, EndpointTraits, Verdict};
 use self::forward::{ActiveRule, ForwardRules};
-use self::name::Name;
+use self::name::{Name, RuleName};
 use crate::stats::RefusalCause;
 use std::collections::HashMap;
 use std::fmt;
@@ -28,7 +28,7 @@ pub(crate) struct Routes {
 }
 
 /// Why an endpoint cannot reach an address.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Denial {
     /// No endpoint has the CID, or none that can be reached has it now.
     NoEndpoint,
@@ -36,8 +36,8 @@ pub(crate) enum Denial {
     Itself,
     /// The process did not name the port when it attached.
     Port,
-    /// The rule with this number in the access list.
-    Rule(usize),
+    /// The rule with this number in the access list, and its name.
+    Rule(usize, Option<RuleName>),
     /// No rule matches, and they have no group in common.
     Group,
     /// Too many requests of the endpoint are without an answer.
@@ -48,9 +48,9 @@ pub(crate) enum Denial {
 
 impl Denial {
     /// The counter of connections that are refused for it.
-    pub(crate) fn cause(self) -> RefusalCause {
+    pub(crate) fn cause(&self) -> RefusalCause {
         match self {
-            Denial::Port | Denial::Rule(_) | Denial::Group => RefusalCause::Denied,
+            Denial::Port | Denial::Rule(..) | Denial::Group => RefusalCause::Denied,
             Denial::NoEndpoint | Denial::Itself => RefusalCause::Unreachable,
             Denial::Busy => RefusalCause::Limit,
             Denial::Unclaimed => RefusalCause::Other,
@@ -64,7 +64,8 @@ impl fmt::Display for Denial {
             Denial::NoEndpoint => "no endpoint has this CID, or no service this port",
             Denial::Itself => "an endpoint cannot connect to itself",
             Denial::Port => "the process has not named this port",
-            Denial::Rule(rule) => return write!(f, "access[{rule}] denies it"),
+            Denial::Rule(_, Some(name)) => return write!(f, "access {name} denies it"),
+            Denial::Rule(rule, None) => return write!(f, "access[{rule}] denies it"),
             Denial::Group => "they have no group in common",
             Denial::Busy => "too many connects of this endpoint are not answered yet",
             Denial::Unclaimed => "the service has not claimed the port that it connects from",
@@ -228,7 +229,7 @@ impl Routes {
     /// the rule.
     pub(crate) fn admit(&self, from: Cid, to: Address) -> Result<(), Denial> {
         self.check(from, to).inspect_err(|denial| {
-            if let Denial::Rule(rule) = denial {
+            if let Denial::Rule(rule, _) = denial {
                 self.access.count_denied(*rule);
             }
         })
@@ -247,7 +248,7 @@ impl Routes {
         }
         match self.access.first_match(asking, asked, to.port) {
             Some((_, Verdict::Allow)) => Ok(()),
-            Some((rule, Verdict::Deny)) => Err(Denial::Rule(rule)),
+            Some((rule, Verdict::Deny)) => Err(Denial::Rule(rule, self.access.name(rule).cloned())),
             None if from == Cid::HOST || to.cid == Cid::HOST => Ok(()),
             None if asking.groups.iter().any(|g| asked.groups.contains(g)) => Ok(()),
             None => Err(Denial::Group),
@@ -321,6 +322,7 @@ mod tests {
         routes.set_name(two, &"db".parse().unwrap());
         routes.limit_ports(two, [5, 6].map(Port::new));
         let rule = |verdict, from, port, to| Rule {
+            name: None,
             verdict,
             from: vec![from],
             to: vec![to],

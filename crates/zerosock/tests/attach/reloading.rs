@@ -11,6 +11,7 @@ use zerosock::driver::WaitError;
 fn rule(verdict: Verdict, from: Party, to: Party, ports: std::ops::RangeInclusive<u32>) -> Rule {
     let (first, last) = (Port::new(*ports.start()), Port::new(*ports.end()));
     Rule {
+        name: None,
         verdict,
         from: vec![from],
         to: vec![to],

@@ -449,6 +449,7 @@ fn access_rules_and_changed_rules_apply_to_the_next_datagram() {
     socket.send_to(b"two", host(53)).unwrap();
     assert_eq!(at_server(&other).0, b"two");
     let deny = Rule {
+        name: None,
         verdict: Verdict::Deny,
         from: vec![Party::Any],
         to: vec![Party::Host],
@@ -465,6 +466,32 @@ fn access_rules_and_changed_rules_apply_to_the_next_datagram() {
         server.set_nonblocking(true).unwrap();
         assert!(server.recv(&mut [0; 10]).is_err());
     }
+}
+
+#[test]
+fn a_rule_that_gets_another_name_keeps_its_associations_and_counters() {
+    let (server, target) = udp_server();
+    let named = |name: &str| rule(53, &target).name(name.parse().unwrap());
+    let lab = Lab::new(vec![named("dns")]);
+    let guest = lab.endpoint();
+    let socket = bound(&guest, 1000);
+    socket.send_to(b"one", host(53)).unwrap();
+    let (_, from) = at_server(&server);
+    for name in ["names", "dns"] {
+        let order = Reload {
+            forward: vec![named(name)],
+            ..Reload::default()
+        };
+        lab.daemon().reload(order).unwrap();
+        socket.send_to(b"two", host(53)).unwrap();
+        assert_eq!(at_server(&server), (b"two".to_vec(), from));
+        let stats = lab.daemon().forward_stats();
+        assert_eq!(stats.len(), 1, "{stats:?}");
+        assert_eq!(stats[0].rule, format!("forward {name}"));
+        assert_eq!((stats[0].active, stats[0].opened), (1, 1));
+    }
+    drop((socket, guest));
+    lab.until_none_is_left();
 }
 
 #[test]

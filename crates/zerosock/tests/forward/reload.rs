@@ -4,8 +4,9 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 
 use zerosock::Port;
+use zerosock::access::{AccessList, Party, Ports, Rule, Verdict};
 use zerosock::daemon::{Daemon, DaemonConfig, Reload, ReloadError, StartError};
-use zerosock::forward::{ListenAddress, ListenRule, RuleError};
+use zerosock::forward::{ListenAddress, ListenRule, RuleError, RuleName, SameName};
 
 use super::common::{deadline, eventually, eventually_with, host};
 use super::inward::{listening, tcp_listener};
@@ -110,6 +111,7 @@ fn a_set_of_rules_with_a_conflict_changes_nothing() {
         config.listen = vec![listening(on, socket, "3:1")];
     });
     let mut guest = lab.guest();
+    let name = || "web".parse::<RuleName>().unwrap();
     let (unknown, elsewhere) = tcp_listener();
     drop(unknown);
     for (forward, listen, wanted) in [
@@ -121,6 +123,19 @@ fn a_set_of_rules_with_a_conflict_changes_nothing() {
                 second: 1,
                 port: Port::new(5),
             },
+        ),
+        (
+            vec![],
+            vec![
+                kept(on, "3:1").name(name()),
+                kept(elsewhere, "3:2").name(name()),
+            ],
+            RuleError::SameName(SameName {
+                kind: "listen",
+                first: 0,
+                second: 1,
+                name: name(),
+            }),
         ),
         (
             vec![],
@@ -154,6 +169,28 @@ fn a_set_of_rules_with_a_conflict_changes_nothing() {
         accept(&listener);
         TcpStream::connect(on).unwrap();
     }
+    let deny = || Rule {
+        name: Some(name()),
+        verdict: Verdict::Deny,
+        from: vec![Party::Host],
+        to: vec![Party::Any],
+        ports: Ports::all(),
+    };
+    let access = AccessList::new([deny(), deny()]);
+    let same =
+        |error: &RuleError| matches!(error, RuleError::SameName(SameName { kind: "access", .. }));
+    let reload = Reload {
+        access: access.clone(),
+        ..Reload::default()
+    };
+    let reloaded = lab.daemon().reload(reload).unwrap_err();
+    assert!(matches!(&reloaded, ReloadError::Rules(error) if same(error)));
+    let config = DaemonConfig {
+        access,
+        ..DaemonConfig::default()
+    };
+    let start = Daemon::start(config).unwrap_err();
+    assert!(matches!(&start, StartError::Rules(error) if same(error)));
     let start = Daemon::start(DaemonConfig {
         forward: vec![rule(1, "unix:/a"), rule(1, "unix:/b")],
         ..DaemonConfig::default()

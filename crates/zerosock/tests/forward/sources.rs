@@ -32,6 +32,7 @@ fn the_access_list_goes_before_rules_in_both_directions() {
     let (_listener, target) = tcp_server();
     let (socket, on) = super::inward::tcp_listener();
     let deny = |from, to| Rule {
+        name: None,
         verdict: Verdict::Deny,
         from: vec![from],
         to: vec![to],

@@ -135,7 +135,7 @@ impl Device {
         let rule_of = |key| Some(&self.datagrams.associations.get(key)?.rule);
         if known
             .and_then(rule_of)
-            .is_some_and(|known| Arc::ptr_eq(known, rule))
+            .is_some_and(|known| Arc::ptr_eq(known, rule) || known.state.is_same_rule(&rule.state))
         {
             return known;
         }

@@ -12,7 +12,7 @@ use zerosock_relay::networks::Network;
 
 use super::parse_error::ParseRuleError;
 use super::zero_copy::ZeroCopy;
-use crate::routing::name::Name;
+use crate::routing::name::{Name, RuleName};
 
 /// An address that clients outside connect to: `tcp:ADDRESS:PORT`, `unix:PATH` or
 /// `unix-seqpacket:PATH`.
@@ -40,6 +40,8 @@ pub enum Destination {
 /// Connections from outside to a VM, process or service.
 #[derive(Debug)]
 pub struct ListenRule {
+    /// Shown by logs and counters instead of the rule.
+    pub name: Option<RuleName>,
     /// The address that clients connect to.
     pub on: ListenAddress,
     /// The bound and listening socket. `None` in a reload: the one that the daemon has for this address.
@@ -67,6 +69,7 @@ impl ListenRule {
     /// A rule with the default limits: TCP keepalive after 60 s, everything else unlimited.
     pub fn new(on: ListenAddress, socket: OwnedFd, to: Destination) -> ListenRule {
         ListenRule {
+            name: None,
             on,
             socket: Some(socket),
             to,
@@ -80,7 +83,21 @@ impl ListenRule {
         }
     }
 
-    /// Whether two rules differ in nothing but the socket.
+    /// The same rule with a name.
+    pub fn name(mut self, name: RuleName) -> ListenRule {
+        self.name = Some(name);
+        self
+    }
+
+    /// The rule in logs and counters: its name, or what it says.
+    pub(crate) fn text(&self) -> String {
+        match &self.name {
+            Some(name) => format!("listen {name}"),
+            None => format!("listen {} to {}", self.on, self.to),
+        }
+    }
+
+    /// Whether two rules differ in nothing but the socket and the name.
     pub(crate) fn is_same(&self, other: &ListenRule) -> bool {
         self.on == other.on
             && self.to == other.to

@@ -23,6 +23,7 @@ use zerosock_proto::{Cid, Port};
 use zerosock_relay::networks::AddressPolicy;
 
 use crate::routing::access::{EndpointTraits, Party};
+use crate::routing::name::check_names;
 
 pub use self::listen::{Destination, ListenAddress, ListenRule};
 pub use self::parse_error::ParseRuleError;
@@ -31,6 +32,7 @@ pub use self::state::RuleStats;
 pub(crate) use self::state::{Admitted, RuleBoard, RuleState};
 pub use self::target::TargetTemplate;
 pub use self::zero_copy::ZeroCopy;
+pub use crate::routing::name::{RuleName, RuleNameError, SameName};
 pub use zerosock_relay::networks::{Network, ParseNetworkError};
 
 /// Why a set of rules cannot take effect. Rules are counted from 0.
@@ -81,6 +83,9 @@ pub enum RuleError {
         /// The address.
         on: ListenAddress,
     },
+    /// Two rules of the same kind have the same name.
+    #[error(transparent)]
+    SameName(#[from] SameName),
     /// A rule has no socket, and the daemon has none for its address.
     #[error("listen[{rule}]: {on}: there is no socket for this address")]
     NoSocket {
@@ -104,8 +109,9 @@ pub(crate) struct ActiveRule {
 pub(crate) struct ForwardRules(Arc<[Arc<ActiveRule>]>);
 
 impl ForwardRules {
-    /// The rules `wanted`. Those that are also in `self` keep their state; one that replaces another for
-    /// the same endpoints, ports and type counts the connections of that one.
+    /// The rules `wanted`. Those that are also in `self` keep their state, and with another name their
+    /// counters; one that replaces another for the same endpoints, ports and type counts the connections of
+    /// that one.
     pub(crate) fn replaced(&self, wanted: Vec<ForwardRule>) -> Result<ForwardRules, RuleError> {
         check(&wanted)?;
         let mut kept: Vec<_> = self.0.to_vec();
@@ -116,7 +122,7 @@ impl ForwardRules {
                     Some(at) => kept.swap_remove(at),
                     None => {
                         let old = self.0.iter().find(|old| old.rule.is_replaced_by(&rule));
-                        Arc::new(ActiveRule::new(rule, old.map(|old| &*old.state)))
+                        Arc::new(ActiveRule::new(rule, old.map(|old| &**old)))
                     }
                 });
         Ok(ForwardRules(rules.collect()))
@@ -161,12 +167,17 @@ impl ActiveRule {
         }
     }
 
-    fn new(rule: ForwardRule, old: Option<&RuleState>) -> ActiveRule {
+    /// A rule that may take the place of an old one.
+    fn new(rule: ForwardRule, old: Option<&ActiveRule>) -> ActiveRule {
         let policy = AddressPolicy::for_guests(rule.allow.clone(), rule.deny.clone());
-        let text = format!("forward {} to {}", rule.shown_ports(), rule.to);
+        let text = rule.text();
+        let state = match old {
+            Some(old) if old.rule.is_same(&rule) => old.state.renamed(text),
+            old => RuleState::new(text, rule.max_connections, old.map(|old| &*old.state)),
+        };
         ActiveRule {
             policy: Arc::new(policy),
-            state: RuleState::new(text, rule.max_connections, old),
+            state,
             rule,
         }
     }
@@ -205,13 +216,16 @@ pub fn check(rules: &[ForwardRule]) -> Result<(), RuleError> {
             });
         }
     }
-    Ok(())
+    Ok(check_names(
+        "forward",
+        rules.iter().map(|rule| rule.name.as_ref()),
+    )?)
 }
 
-/// Checks the addresses of listening rules.
+/// Checks the addresses and names of listening rules.
 ///
 /// # Errors
-/// Two rules are on the same address.
+/// Two rules are on the same address, or have the same name.
 pub fn check_listeners(rules: &[ListenRule]) -> Result<(), RuleError> {
     for (second, rule) in rules.iter().enumerate() {
         let mut before = rules.iter().take(second);
@@ -220,7 +234,10 @@ pub fn check_listeners(rules: &[ListenRule]) -> Result<(), RuleError> {
             return Err(RuleError::SameListener { first, second, on });
         }
     }
-    Ok(())
+    Ok(check_names(
+        "listen",
+        rules.iter().map(|rule| rule.name.as_ref()),
+    )?)
 }
 
 #[cfg(test)]

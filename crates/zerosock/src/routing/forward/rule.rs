@@ -9,6 +9,7 @@ use zerosock_relay::networks::Network;
 use super::target::TargetTemplate;
 use super::zero_copy::ZeroCopy;
 use crate::routing::access::Party;
+use crate::routing::name::RuleName;
 
 /// Default idle time before the first TCP keepalive probe.
 pub(crate) const KEEPALIVE: Duration = Duration::from_secs(60);
@@ -24,6 +25,8 @@ const DATAGRAM_IDLE: Duration = Duration::from_secs(60);
 /// one port of CID 2 have a socket, and count as one connection. The first rule that matches decides.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ForwardRule {
+    /// Shown by logs and counters instead of the rule.
+    pub name: Option<RuleName>,
     /// Matches connections from these endpoints. [`Party::Host`] is not possible.
     pub from: Vec<Party>,
     /// Matches connections to these ports.
@@ -59,6 +62,7 @@ impl ForwardRule {
     /// unlimited.
     pub fn new(ports: RangeInclusive<Port>, to: TargetTemplate) -> ForwardRule {
         ForwardRule {
+            name: None,
             from: vec![Party::Any],
             ports,
             to,
@@ -71,6 +75,12 @@ impl ForwardRule {
             max_connections: None,
             zero_copy: ZeroCopy::Auto,
         }
+    }
+
+    /// The same rule with a name.
+    pub fn name(mut self, name: RuleName) -> ForwardRule {
+        self.name = Some(name);
+        self
     }
 
     /// The idle time-out in effect.
@@ -95,8 +105,25 @@ impl ForwardRule {
             && self.to.socket_type() == new.to.socket_type()
     }
 
+    /// Whether two rules differ in nothing but the name.
+    pub(super) fn is_same(&self, other: &ForwardRule) -> bool {
+        let name = other.name.clone();
+        ForwardRule {
+            name,
+            ..self.clone()
+        } == *other
+    }
+
+    /// The rule in logs and counters: its name, or what it says.
+    pub(super) fn text(&self) -> String {
+        match &self.name {
+            Some(name) => format!("forward {name}"),
+            None => format!("forward {} to {}", self.shown_ports(), self.to),
+        }
+    }
+
     /// The ports as text.
-    pub(super) fn shown_ports(&self) -> String {
+    fn shown_ports(&self) -> String {
         match (self.ports.start(), self.ports.end()) {
             (first, last) if first == last => first.to_string(),
             (first, last) => format!("{first}-{last}"),

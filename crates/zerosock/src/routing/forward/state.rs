@@ -18,7 +18,7 @@ use zerosock_proto::Cid;
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct RuleStats {
-    /// The rule in one line, as in the access log.
+    /// The rule in one line, as in the access log: its kind and its name, or what it says.
     pub rule: String,
     /// The rule was removed or changed; its connections continue.
     pub removed: bool,
@@ -55,11 +55,17 @@ impl fmt::Display for RuleStats {
     }
 }
 
-/// Connections, counters and the limit of one rule.
+/// A rule, with its counters.
 #[derive(Debug)]
 pub(crate) struct RuleState {
     /// The rule in one line.
     text: String,
+    counts: Arc<Counts>,
+}
+
+/// Connections, counters and the limit of one rule, by all the names that it has had.
+#[derive(Debug)]
+struct Counts {
     limit: u64,
     removed: AtomicBool,
     /// Connections that count against the limit: those of this rule and of the ones that it has replaced.
@@ -102,9 +108,8 @@ pub(crate) struct Admitted {
 impl RuleState {
     /// The state of a rule that may take the place of an old one, whose connections continue.
     pub(crate) fn new(text: String, limit: Option<u32>, old: Option<&RuleState>) -> Arc<RuleState> {
-        let admitted = old.map_or_else(Arc::default, |old| Arc::clone(&old.admitted));
-        Arc::new(RuleState {
-            text,
+        let admitted = old.map_or_else(Arc::default, |old| Arc::clone(&old.counts.admitted));
+        let counts = Counts {
             limit: limit.map_or(u64::MAX, u64::from),
             removed: AtomicBool::new(false),
             admitted,
@@ -114,7 +119,20 @@ impl RuleState {
             bytes_sent: AtomicU64::new(0),
             bytes_received: AtomicU64::new(0),
             datagrams_dropped: AtomicU64::new(0),
-        })
+        };
+        let counts = Arc::new(counts);
+        Arc::new(RuleState { text, counts })
+    }
+
+    /// The state of the same rule with another name.
+    pub(crate) fn renamed(&self, text: String) -> Arc<RuleState> {
+        let counts = Arc::clone(&self.counts);
+        Arc::new(RuleState { text, counts })
+    }
+
+    /// Whether both are of one rule, which may have changed its name.
+    pub(crate) fn is_same_rule(&self, other: &RuleState) -> bool {
+        Arc::ptr_eq(&self.counts, &other.counts)
     }
 
     /// The rule in one line.
@@ -140,11 +158,11 @@ impl RuleState {
 
     fn admit_one(self: &Arc<RuleState>, guest: Option<Cid>) -> Result<Admitted, &'static str> {
         let mut taken = self.taken();
-        if taken.all >= self.limit {
+        if taken.all >= self.counts.limit {
             return Err("the rule has as many connections as it may have");
         }
         if let Some(guest) = guest {
-            if taken.exceeds_share(guest, self.limit) {
+            if taken.exceeds_share(guest, self.counts.limit) {
                 return Err("the guest has its share of the connections that the rule may have");
             }
             *taken.by_guest.entry(guest).or_default() += 1;
@@ -152,40 +170,47 @@ impl RuleState {
         taken.all += 1;
         drop(taken);
         // Relaxed, here and below: the counters guard no other data.
-        self.active.fetch_add(1, Ordering::Relaxed);
+        self.counts.active.fetch_add(1, Ordering::Relaxed);
         let state = Arc::clone(self);
         Ok(Admitted { state, guest })
     }
 
     fn taken(&self) -> MutexGuard<'_, Taken> {
         // No update panics half-way, so a poisoned lock guards consistent values.
-        self.admitted.lock().unwrap_or_else(PoisonError::into_inner)
+        self.counts
+            .admitted
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Counts a connection as refused.
     pub(crate) fn count_refused(&self) {
-        self.refused.fetch_add(1, Ordering::Relaxed);
+        self.counts.refused.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Counts a connection as established.
     pub(crate) fn count_opened(&self) {
-        self.opened.fetch_add(1, Ordering::Relaxed);
+        self.counts.opened.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Adds payload bytes.
     pub(crate) fn add_bytes(&self, sent: u64, received: u64) {
-        self.bytes_sent.fetch_add(sent, Ordering::Relaxed);
-        self.bytes_received.fetch_add(received, Ordering::Relaxed);
+        self.counts.bytes_sent.fetch_add(sent, Ordering::Relaxed);
+        self.counts
+            .bytes_received
+            .fetch_add(received, Ordering::Relaxed);
     }
 
     /// Counts a datagram as dropped.
     pub(crate) fn count_dropped(&self) {
-        self.datagrams_dropped.fetch_add(1, Ordering::Relaxed);
+        self.counts
+            .datagrams_dropped
+            .fetch_add(1, Ordering::Relaxed);
     }
 
     /// Connections that exist now.
     pub(crate) fn active(&self) -> u64 {
-        self.active.load(Ordering::Relaxed)
+        self.counts.active.load(Ordering::Relaxed)
     }
 
     #[cfg(test)]
@@ -198,13 +223,13 @@ impl RuleState {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         RuleStats {
             rule: self.text.clone(),
-            removed: self.removed.load(Ordering::Relaxed),
+            removed: self.counts.removed.load(Ordering::Relaxed),
             active: self.active(),
-            opened: get(&self.opened),
-            refused: get(&self.refused),
-            bytes_sent: get(&self.bytes_sent),
-            bytes_received: get(&self.bytes_received),
-            datagrams_dropped: get(&self.datagrams_dropped),
+            opened: get(&self.counts.opened),
+            refused: get(&self.counts.refused),
+            bytes_sent: get(&self.counts.bytes_sent),
+            bytes_received: get(&self.counts.bytes_received),
+            datagrams_dropped: get(&self.counts.datagrams_dropped),
         }
     }
 }
@@ -218,7 +243,7 @@ impl Admitted {
 
 impl Drop for Admitted {
     fn drop(&mut self) {
-        self.state.active.fetch_sub(1, Ordering::Relaxed);
+        self.state.counts.active.fetch_sub(1, Ordering::Relaxed);
         let mut taken = self.state.taken();
         taken.all -= 1;
         if let Some(guest) = self.guest
@@ -240,13 +265,13 @@ impl RuleBoard {
     /// Replaces the rules in effect. Removed rules without connections are forgotten.
     pub(crate) fn set(&self, now: impl IntoIterator<Item = Arc<RuleState>>) {
         let mut states: Vec<_> = now.into_iter().collect();
-        let is_in_effect = |state: &Arc<RuleState>| states.iter().any(|it| Arc::ptr_eq(it, state));
+        let is_in_effect = |state: &Arc<RuleState>| states.iter().any(|it| it.is_same_rule(state));
         // Every update is a single assignment, so a poisoned lock guards a consistent value.
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mut removed: Vec<_> = std::mem::take(&mut *all);
         removed.retain(|state| !is_in_effect(state) && state.active() > 0);
         for state in &removed {
-            state.removed.store(true, Ordering::Relaxed);
+            state.counts.removed.store(true, Ordering::Relaxed);
         }
         states.append(&mut removed);
         *all = states;

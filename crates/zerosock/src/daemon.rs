@@ -39,7 +39,7 @@ use zerosock_virtio::mailbox::Sender;
 /// # let dir = tempfile::tempdir()?;
 /// use std::os::unix::net::UnixListener;
 /// use zerosock::Cid;
-/// use zerosock::daemon::{Daemon, DaemonConfig, HostSide, VmConfig};
+/// use zerosock::daemon::{Daemon, DaemonConfig, HostSide, STOPPED_TIMEOUT, VmConfig};
 ///
 /// let vm = VmConfig {
 ///     cid: Cid::new(3),

@@ -86,13 +86,22 @@ impl Test {
         assert!(self.answer(&request, Op::Response).is_empty());
     }
 
-    /// Of which programs the sockets are closed.
-    fn refused(&self) -> Vec<bool> {
+    /// Waits until the sockets of these programs, and of no others, are closed, which the reaper does.
+    #[track_caller]
+    fn assert_refused(&self, wanted: &[bool]) {
         let is_closed = |mut program: &UnixStream| match program.read(&mut [0]) {
             Err(error) => error.kind() != std::io::ErrorKind::WouldBlock,
             Ok(_) => true,
         };
-        self.programs.iter().map(is_closed).collect()
+        let deadline = std::time::Instant::now() + Duration::from_secs(60);
+        loop {
+            let closed: Vec<bool> = self.programs.iter().map(is_closed).collect();
+            if closed == wanted {
+                return;
+            }
+            assert!(std::time::Instant::now() < deadline, "{closed:?}");
+            std::thread::yield_now();
+        }
     }
 }
 
@@ -119,7 +128,7 @@ fn one_program_at_a_time_is_tried_again_after_pauses_that_double() {
         assert!(test.answer(&request, Op::Rst).is_empty());
         began = test.now;
     }
-    assert_eq!(test.refused(), [false; 5]);
+    test.assert_refused(&[false; 5]);
     assert_eq!(test.lab.counters().connect_retries.get(), 9);
 }
 
@@ -136,7 +145,7 @@ fn an_attempt_that_succeeds_is_followed_by_the_next_in_the_order_of_the_programs
     test.answer(&second, Op::Response);
     assert!(test.at(test.now + MS).is_empty());
     assert_eq!(test.lab.device.bridges.len(), 3);
-    assert_eq!(test.refused(), [false; 3]);
+    test.assert_refused(&[false; 3]);
 }
 
 #[test]
@@ -153,10 +162,10 @@ fn programs_are_refused_at_the_connect_time_out() {
             test.answer(&request, Op::Rst);
         }
     }
-    assert_eq!(test.refused(), [false; 3]);
+    test.assert_refused(&[false; 3]);
     test.at(began + limit);
     test.at(began + limit + MS);
-    assert_eq!(test.refused(), [false, true, true]);
+    test.assert_refused(&[false, true, true]);
     assert_eq!(test.lab.counters().refused_by_endpoint.get(), 2);
 }
 
@@ -165,14 +174,14 @@ fn a_reset_is_passed_on_where_the_port_has_accepted_nothing_in_the_last_second()
     let mut test = Test::new(Duration::from_secs(60));
     let [request] = test.call(1).try_into().unwrap();
     test.answer(&request, Op::Rst);
-    assert_eq!(test.refused(), [true]);
+    test.assert_refused(&[true]);
     test.accept_one();
     test.now += Duration::from_secs(1);
     let [request] = test.call(1).try_into().unwrap();
     test.answer(&request, Op::Rst);
-    assert_eq!(test.refused(), [true, false, false], "it waits");
+    test.assert_refused(&[true, false, false]);
     let [request] = test.at(test.now + MS).try_into().unwrap();
     test.answer(&request, Op::Rst);
-    assert_eq!(test.refused(), [true, false, true], "no more");
+    test.assert_refused(&[true, false, true]);
     assert_eq!(test.lab.counters().connect_retries.get(), 1);
 }

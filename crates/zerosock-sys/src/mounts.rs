@@ -71,7 +71,7 @@ pub fn parse(text: &str) -> impl Iterator<Item = Mount<'_>> {
 
 /// What may be done with the files of a mount.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Use {
+pub(crate) enum MountClass {
     /// Anything.
     Local,
     /// It may have a server, which root or our own user has chosen: calls may take time.
@@ -79,25 +79,25 @@ pub(crate) enum Use {
     /// The links of procfs, which lead to objects and not to paths.
     Proc,
     /// Nothing: the server is a process of this user.
-    OfUser(u32),
+    ServedByOther(u32),
 }
 
 impl Mount<'_> {
-    fn usable(&self) -> Use {
+    fn class(&self) -> MountClass {
         let is_fuse = matches!(self.kind, "fuse" | "fuseblk") || self.kind.starts_with("fuse.");
         match self.kind {
-            "proc" => Use::Proc,
-            kind if is_local_type(kind) => Use::Local,
+            "proc" => MountClass::Proc,
+            kind if is_local_type(kind) => MountClass::Local,
             _ if is_fuse => {
                 let user = self.options.split(',');
                 let mut user = user.filter_map(|option| option.strip_prefix("user_id="));
                 let user = user.next_back().and_then(|user| user.parse().ok());
                 match user.unwrap_or(u32::MAX) {
-                    user if is_trusted_user(user) => Use::Served,
-                    user => Use::OfUser(user),
+                    user if is_trusted_user(user) => MountClass::Served,
+                    user => MountClass::ServedByOther(user),
                 }
             }
-            _ => Use::Served,
+            _ => MountClass::Served,
         }
     }
 }
@@ -157,7 +157,7 @@ fn read() -> io::Result<String> {
         })?;
     let mut text = String::new();
     list.read_to_string(&mut text)?;
-    let local = parse(&text).filter(|mount| mount.usable() == Use::Local);
+    let local = parse(&text).filter(|mount| mount.class() == MountClass::Local);
     let local = local.filter_map(|mount| mount.id.parse().ok()).collect();
     *known() = Known {
         list: Some(list),
@@ -173,15 +173,15 @@ const ATTEMPTS: usize = 3;
 ///
 /// # Errors
 /// `NotFound`: it is no mount where this process sees it. Those of reading the list.
-pub(crate) fn usable(id: u64) -> io::Result<Use> {
+pub(crate) fn class(id: u64) -> io::Result<MountClass> {
     if is_local(id) {
-        return Ok(Use::Local);
+        return Ok(MountClass::Local);
     }
     let number = id.to_string();
     for _ in 0..ATTEMPTS {
         let text = read()?;
         if let Some(mount) = parse(&text).find(|mount| mount.id == number) {
-            return Ok(mount.usable());
+            return Ok(mount.class());
         }
     }
     Err(io::ErrorKind::NotFound.into())
@@ -229,16 +229,16 @@ mod tests {
 
     #[test]
     fn fuse_of_another_user_is_not_usable_and_other_servers_are() {
-        let usable: Vec<_> = parse(LIST).map(|mount| mount.usable()).collect();
+        let classes: Vec<_> = parse(LIST).map(|mount| mount.class()).collect();
         let wanted = [
-            Use::Proc,
-            Use::Local,
-            Use::OfUser(7777),
-            Use::Served,
-            Use::Served,
-            Use::OfUser(u32::MAX),
+            MountClass::Proc,
+            MountClass::Local,
+            MountClass::ServedByOther(7777),
+            MountClass::Served,
+            MountClass::Served,
+            MountClass::ServedByOther(u32::MAX),
         ];
-        assert_eq!(usable, wanted);
+        assert_eq!(classes, wanted);
         let ids: Vec<_> = parse(LIST).map(|mount| (mount.id, mount.device)).collect();
         assert_eq!(ids[2], ("23", "0:30"));
     }
@@ -250,12 +250,9 @@ mod tests {
         let status = statx(&file, "", flags, StatxFlags::MNT_ID).unwrap();
         let id = mount_of(&file, &status).unwrap();
         assert_eq!(number(&file).unwrap(), Some(id.to_string()));
-        if usable(id).unwrap() != Use::Local {
+        if class(id).unwrap() != MountClass::Local {
             return println!("SKIPPED: the temporary directory is not on a local file system");
         }
-        assert_eq!(
-            usable(u64::MAX).unwrap_err().kind(),
-            io::ErrorKind::NotFound
-        );
+        assert_eq!(class(u64::MAX).unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 }

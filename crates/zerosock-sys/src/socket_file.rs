@@ -145,7 +145,7 @@ struct Identity {
 }
 
 impl Identity {
-    fn place(&self) -> Place {
+    fn id(&self) -> FileId {
         let (major, minor) = self.device;
         (major, minor, self.inode)
     }
@@ -165,30 +165,30 @@ impl Identity {
 }
 
 /// Device and inode of a file.
-type Place = (u32, u32, u64);
+type FileId = (u32, u32, u64);
 
-pub(crate) fn device_and_inode(status: &Statx) -> Place {
+pub(crate) fn device_and_inode(status: &Statx) -> FileId {
     (status.stx_dev_major, status.stx_dev_minor, status.stx_ino)
 }
 
 /// The sockets of this process that were made with [`Options::reserved`], and how many reservations each has:
 /// a file system gives the inode of a removed file to a new one while the [`SocketFile`] of the old one
 /// still exists.
-static RESERVED: LazyLock<Mutex<HashMap<Place, usize>>> = LazyLock::new(Mutex::default);
+static RESERVED: LazyLock<Mutex<HashMap<FileId, usize>>> = LazyLock::new(Mutex::default);
 
-fn reserved() -> MutexGuard<'static, HashMap<Place, usize>> {
+fn reserved() -> MutexGuard<'static, HashMap<FileId, usize>> {
     // Nothing that can panic happens between two changes.
     RESERVED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Reserves a socket until it is dropped.
 #[derive(Debug)]
-struct Reservation(Place);
+struct Reservation(FileId);
 
 impl Reservation {
-    fn new(place: Place) -> Reservation {
-        *reserved().entry(place).or_default() += 1;
-        Reservation(place)
+    fn new(id: FileId) -> Reservation {
+        *reserved().entry(id).or_default() += 1;
+        Reservation(id)
     }
 }
 
@@ -254,7 +254,7 @@ pub fn bind(path: &Path, options: Options) -> Result<(OwnedFd, SocketFile), Bind
     let made = open_entry(&private.fd, &private.entry).map_err(make)?;
     let (identity, _) = Identity::of(&made).map_err(make)?;
     // Before it can be found.
-    let reservation = options.reserved.then(|| Reservation::new(identity.place()));
+    let reservation = options.reserved.then(|| Reservation::new(identity.id()));
     if options.refuse_rights {
         fd_passing::refuse_rights(&socket).map_err(make)?;
     }

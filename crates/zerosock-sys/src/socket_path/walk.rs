@@ -17,7 +17,7 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-use crate::mounts::{self, Use, is_trusted_user};
+use crate::mounts::{self, MountClass, is_trusted_user};
 
 /// Symbolic links that are followed in one path, as the kernel does.
 const MAX_LINKS: usize = 40;
@@ -29,7 +29,7 @@ pub(crate) struct Entry {
     pub(crate) file: OwnedFd,
     pub(crate) status: Statx,
     mount: u64,
-    usable: Use,
+    class: MountClass,
 }
 
 impl Entry {
@@ -155,9 +155,9 @@ impl Walk {
         let wanted = StatxFlags::BASIC_STATS | StatxFlags::MNT_ID;
         let status = statx(&file, "", flags, wanted).map_err(|errno| named(errno.into()))?;
         let mount = mounts::mount_of(&file, &status).map_err(named)?;
-        let usable = match directory {
-            Some(directory) if directory.mount == mount => directory.usable,
-            _ => mounts::usable(mount).map_err(|error| match error.kind() {
+        let class = match directory {
+            Some(directory) if directory.mount == mount => directory.class,
+            _ => mounts::class(mount).map_err(|error| match error.kind() {
                 io::ErrorKind::NotFound => {
                     let text = "is on a file system that this process does not see mounted";
                     fail(io::ErrorKind::PermissionDenied, &self.at, text)
@@ -165,7 +165,7 @@ impl Walk {
                 _ => named(error),
             })?,
         };
-        if let Use::OfUser(user) = usable {
+        if let MountClass::ServedByOther(user) = class {
             let text = format!(
                 "a file system of user {user} (FUSE) is mounted here; its server could make zerosock wait"
             );
@@ -175,7 +175,7 @@ impl Walk {
             file,
             status,
             mount,
-            usable,
+            class,
         })
     }
 
@@ -187,7 +187,7 @@ impl Walk {
             return refuse(&format!("a symbolic link of user {owner} is not followed"));
         }
         // Those of procfs are the kernel's.
-        if link.usable == Use::Proc {
+        if link.class == MountClass::Proc {
             let flags = OFlags::PATH | OFlags::CLOEXEC;
             let opened = openat(&directory.file, name, flags, Mode::empty());
             return self.examine(opened, None);

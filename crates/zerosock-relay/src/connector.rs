@@ -34,7 +34,7 @@
 mod dial;
 mod error;
 mod handover;
-mod memory;
+mod history;
 mod schedule;
 mod unix;
 
@@ -59,7 +59,7 @@ use zerosock_sys::{PeerFd, socket_path};
 use crate::networks::AddressPolicy;
 use crate::resolve::{Resolver, System};
 use crate::target::{Host, Target};
-use memory::Memory;
+use history::AddressHistory;
 use schedule::Order;
 
 pub use dial::ATTEMPTS_AT_ONCE;
@@ -139,7 +139,7 @@ struct Thread {
 /// What requests share. They do not keep the thread alive.
 struct Shared {
     resolver: Resolver,
-    memory: Mutex<Memory>,
+    history: Mutex<AddressHistory>,
     extra: dial::Extra,
     max_requests: usize,
     requests: AtomicUsize,
@@ -185,7 +185,7 @@ impl Connector {
             }),
             shared: Arc::new(Shared {
                 resolver: Resolver::new(system),
-                memory: Mutex::default(),
+                history: Mutex::default(),
                 extra: Arc::new(Semaphore::new(dial::MAX_EXTRA)),
                 max_requests: config.max_requests,
                 requests: AtomicUsize::new(0),
@@ -220,7 +220,7 @@ impl Connector {
             ..
         } = target
         {
-            lock(&self.shared.memory).refused(Instant::now(), name, address.ip());
+            lock(&self.shared.history).refused(Instant::now(), name, address.ip());
         }
     }
 
@@ -345,10 +345,10 @@ async fn dial_host(
     let is_stream = matches!(request.target, Target::Tcp { .. });
     let order = match host {
         Host::Name(name) => {
-            let (memory, now) = (lock(&shared.memory), Instant::now());
+            let (history, now) = (lock(&shared.history), Instant::now());
             match is_stream {
-                true => memory.order_of_streams(now, name),
-                false => memory.order_of_datagrams(now, name),
+                true => history.order_of_streams(now, name),
+                false => history.order_of_datagrams(now, name),
             }
         }
         Host::Address(_) => Order::default(),
@@ -364,7 +364,7 @@ async fn dial_host(
     let addresses = dial::Addresses::of(host, &shared.resolver);
     let dialled = dial::dial(addresses, plan, attempt).await?;
     if let (true, Host::Name(name)) = (is_stream, host) {
-        lock(&shared.memory).accepted(Instant::now(), name, dialled.address.ip());
+        lock(&shared.history).accepted(Instant::now(), name, dialled.address.ip());
     }
     Ok(dialled)
 }

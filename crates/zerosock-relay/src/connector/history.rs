@@ -22,14 +22,14 @@ const MAX_NAMES: usize = 1024;
 
 /// See the [module](self). Each address with the time until which it is remembered.
 #[derive(Debug, Default)]
-pub(super) struct Memory {
+pub(super) struct AddressHistory {
     /// The address to which a stream was connected last.
     accepted: HashMap<DomainName, (IpAddr, Instant)>,
     /// Addresses that refused datagrams, in the order of time.
     refused: HashMap<DomainName, Vec<(IpAddr, Instant)>>,
 }
 
-impl Memory {
+impl AddressHistory {
     /// A stream was connected.
     pub(super) fn accepted(&mut self, now: Instant, name: &DomainName, address: IpAddr) {
         self.forget(now);
@@ -82,5 +82,5 @@ impl Memory {
 }
 
 #[cfg(test)]
-#[path = "memory_tests.rs"]
+#[path = "history_tests.rs"]
 mod tests;

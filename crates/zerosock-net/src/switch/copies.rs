@@ -19,7 +19,7 @@ const MAX_SPARE: usize = 64;
 /// See the [module](self).
 #[derive(Debug, Default)]
 pub(super) struct Copies {
-    frames: VecDeque<Copy>,
+    frames: VecDeque<CopiedFrame>,
     chunks: VecDeque<PrivateMemory>,
     /// The last chunk that was finished.
     spare: Option<PrivateMemory>,
@@ -30,7 +30,7 @@ pub(super) struct Copies {
 }
 
 #[derive(Debug)]
-struct Copy {
+struct CopiedFrame {
     header: Header,
     len: usize,
     /// Where it begins in its chunk.
@@ -68,7 +68,7 @@ impl Copies {
         }
         let at = self.used;
         let place = self.chunks.back_mut()?.get_mut(at..at + len)?;
-        self.frames.push_back(Copy { header, len, at });
+        self.frames.push_back(CopiedFrame { header, len, at });
         self.used += len;
         self.bytes += len;
         Some(place)
@@ -76,7 +76,7 @@ impl Copies {
 
     /// The first frame.
     pub(super) fn first(&self) -> Option<(&Header, &[u8])> {
-        let Copy { header, len, at } = self.frames.front()?;
+        let CopiedFrame { header, len, at } = self.frames.front()?;
         Some((header, self.chunks.front()?.get(*at..at + len)?))
     }
 
@@ -87,7 +87,7 @@ impl Copies {
         };
         self.bytes -= popped.len;
         match self.frames.front() {
-            Some(Copy { at: 0, .. }) => self.spare = self.chunks.pop_front(),
+            Some(CopiedFrame { at: 0, .. }) => self.spare = self.chunks.pop_front(),
             Some(_) => {}
             None => {
                 self.chunks.truncate(1);

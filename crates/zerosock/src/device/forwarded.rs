@@ -113,7 +113,7 @@ impl Device {
                 };
                 self.refuse(key, &refusal, cx);
             }
-            None | Some(Attempt::Later | Attempt::Elsewhere) => {
+            None | Some(Attempt::Later | Attempt::NeedsConnector) => {
                 let first_bytes = match rule.rule.proxy_protocol {
                     true => header(from, port),
                     false => Vec::new(),

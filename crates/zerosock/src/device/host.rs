@@ -444,7 +444,7 @@ impl Device {
                 self.timers.set(deadline, Timer::Connect(key));
             }
             Attempt::Later => return Tried::Full,
-            Attempt::Elsewhere => self.dial_service(key, to, deadline, cx),
+            Attempt::NeedsConnector => self.dial_service(key, to, deadline, cx),
             Attempt::Refused(error) => {
                 let mut refusal = Refusal::by_unix_socket(error);
                 if let Some(path) = self.host.service_path(port, messages) {

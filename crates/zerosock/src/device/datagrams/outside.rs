@@ -193,7 +193,7 @@ impl Device {
             Some(Attempt::Refused(error)) => {
                 self.refuse_association(id.key, &error.to_string(), cx)
             }
-            None | Some(Attempt::Later | Attempt::Elsewhere) => {
+            None | Some(Attempt::Later | Attempt::NeedsConnector) => {
                 self.dial_association(id, target, to, cx)
             }
         }

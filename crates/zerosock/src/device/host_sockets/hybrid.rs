@@ -232,7 +232,7 @@ pub(super) fn connect_to(path: &Path, kind: SocketType, account: &Account) -> io
         io::Error::new(io::ErrorKind::InvalidInput, text)
     })?;
     let Some(found) = socket_path::find_cached(path)? else {
-        return Ok(Attempt::Elsewhere);
+        return Ok(Attempt::NeedsConnector);
     };
     let socket = HostSocket::unconnected(kind, account)?;
     if kind == SocketType::SEQPACKET && !configure_packets(&socket) {
@@ -400,11 +400,11 @@ mod tests {
             socket_path::learn_mounts().unwrap();
             let attempt = attempt(services, port);
             // A mount that comes or goes anywhere in the system empties the list.
-            if !matches!(attempt, Attempt::Elsewhere) {
+            if !matches!(attempt, Attempt::NeedsConnector) {
                 return attempt;
             }
         }
-        Attempt::Elsewhere
+        Attempt::NeedsConnector
     }
 
     #[test]
@@ -413,7 +413,7 @@ mod tests {
         let base = dir.path().join("vm");
         let services = Services::from(base.clone());
         let _listener = UnixListener::bind(service_path(&base, Port::new(1))).unwrap();
-        if matches!(decided(&services, 1), Attempt::Elsewhere) {
+        if matches!(decided(&services, 1), Attempt::NeedsConnector) {
             return println!("SKIPPED: the temporary directory is not on a local file system");
         }
         for mode in [0o755, 0o720, 0o702] {
@@ -423,7 +423,7 @@ mod tests {
 
         let link = service_path(&base, Port::new(2));
         symlink(service_path(&base, Port::new(1)), &link).unwrap();
-        assert!(matches!(decided(&services, 2), Attempt::Elsewhere));
+        assert!(matches!(decided(&services, 2), Attempt::NeedsConnector));
 
         std::fs::write(service_path(&base, Port::new(3)), "no socket").unwrap();
         let Attempt::Refused(error) = decided(&services, 3) else {

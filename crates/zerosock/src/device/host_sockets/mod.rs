@@ -69,7 +69,7 @@ pub(crate) enum Attempt {
     /// fails with EAGAIN, and no event reports room.)
     Later,
     /// The path may lead into a file system with a server: the connector resolves it.
-    Elsewhere,
+    NeedsConnector,
     /// No host program accepts connections there.
     Refused(std::io::Error),
 }

@@ -2,7 +2,7 @@
 //! for SIGUSR1, which reports.
 //!
 //! # Invariants
-//! - Signals that mean nothing to a daemon and would end it by default ([`MEANINGLESS`], [`REAL_TIME`]) have
+//! - Signals that mean nothing to a daemon and would end it by default ([`IGNORED`], [`REAL_TIME`]) have
 //!   no effect.
 //! - SIGQUIT, SIGABRT and the signals of faults keep their default effect, a core dump.
 
@@ -24,7 +24,7 @@ use crate::failure::Failure;
 
 /// Signals that end a process by default and are not for a daemon: a mistyped `kill` must not cost all
 /// VMs their connections.
-const MEANINGLESS: [i32; 7] = [
+const IGNORED: [i32; 7] = [
     SIGUSR2,
     SIGALRM,
     SIGVTALRM,
@@ -82,7 +82,7 @@ impl Signals {
             signal_hook::low_level::pipe::register(signal, handlers)?;
             io::Result::Ok(ours)
         };
-        for signal in MEANINGLESS {
+        for signal in IGNORED {
             // A handler without effect, not SIG_IGN, which programs that are executed would inherit.
             signal_hook::flag::register(signal, Arc::default())?;
         }

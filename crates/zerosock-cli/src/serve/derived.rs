@@ -14,9 +14,9 @@ const CID: &str = "{cid}";
 
 /// A path from which the paths of ports are made.
 #[derive(Clone, Debug)]
-pub(super) struct Base {
+pub(super) struct PortBase {
     /// The option that names it.
-    pub(super) by: String,
+    pub(super) option: String,
     pub(super) path: PathBuf,
     /// [`CID`] in the path stands for any number.
     pub(super) is_template: bool,
@@ -25,12 +25,12 @@ pub(super) struct Base {
 /// A single socket that a guest reaches by a port.
 #[derive(Clone, Debug)]
 pub(super) struct PortPath {
-    pub(super) by: String,
+    pub(super) option: String,
     pub(super) port: Port,
     pub(super) path: PathBuf,
 }
 
-impl Base {
+impl PortBase {
     /// The port that `path` belongs to.
     pub(super) fn port_of(&self, path: &Path) -> Option<u32> {
         let (base, name) = (self.path.file_name()?, path.file_name()?);
@@ -54,7 +54,7 @@ impl Base {
 
 impl PortPath {
     /// Whether this is the socket at `path`.
-    pub(super) fn is(&self, path: &Path) -> bool {
+    pub(super) fn matches(&self, path: &Path) -> bool {
         self.path.file_name() == path.file_name() && is_same_directory(&self.path, path)
     }
 }
@@ -90,9 +90,9 @@ mod tests {
 
     use super::*;
 
-    fn base(path: impl Into<PathBuf>, is_template: bool) -> Base {
-        Base {
-            by: String::new(),
+    fn base(path: impl Into<PathBuf>, is_template: bool) -> PortBase {
+        PortBase {
+            option: String::new(),
             path: path.into(),
             is_template,
         }

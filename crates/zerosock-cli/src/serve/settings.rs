@@ -14,7 +14,7 @@ use zerosock::{Cid, Port};
 
 use super::args::{DaemonFlags, OkPort, ServeArgs};
 use super::attach::{Attach, Hybrid};
-use super::derived::{self, Base, PortPath};
+use super::derived::{self, PortBase, PortPath};
 use super::forward::{Forward, Listen, unknown_group};
 use super::validate::{SettingsError, Source, check_path, parse_groups};
 use super::vm::RawVm;
@@ -548,7 +548,7 @@ struct Taken {
     paths: HashMap<PathBuf, String>,
     ports: HashMap<u32, String>,
     /// The paths of hybrid sockets, for those of ports.
-    bases: Vec<Base>,
+    bases: Vec<PortBase>,
     /// Sockets of single ports.
     named: Vec<PortPath>,
 }
@@ -566,8 +566,8 @@ impl Taken {
             return Err(duplicate("guest-cid", vm.cid.to_string(), other));
         }
         self.take_path(source.option("socket"), &vm.socket, by("socket"))?;
-        let base = |key: &str, path: &Path| Base {
-            by: by(key),
+        let base = |key: &str, path: &Path| PortBase {
+            option: by(key),
             path: path.into(),
             is_template: false,
         };
@@ -609,8 +609,8 @@ impl Taken {
                 let example = derived::example(hybrid.path());
                 self.take_path(by.clone(), &example, by.clone())?;
             }
-            self.bases.push(Base {
-                by,
+            self.bases.push(PortBase {
+                option: by,
                 path: hybrid.path().into(),
                 is_template,
             });
@@ -631,7 +631,7 @@ impl Taken {
         let path = resolved.unwrap_or_else(|| path.into());
         let by = source.option("uds-path");
         self.named.push(PortPath {
-            by: format!(
+            option: format!(
                 "{by} {port}={} of the VM with CID {}",
                 path.display(),
                 vm.cid
@@ -659,11 +659,11 @@ impl Taken {
         for (path, option) in own {
             let base = self.bases.iter().find_map(|base| {
                 let port = base.port_of(&path)?;
-                Some((format!("{} {}", base.by, base.path.display()), port))
+                Some((format!("{} {}", base.option, base.path.display()), port))
             });
             let named = || {
-                let named = self.named.iter().find(|named| named.is(&path))?;
-                Some((named.by.clone(), named.port.get()))
+                let named = self.named.iter().find(|named| named.matches(&path))?;
+                Some((named.option.clone(), named.port.get()))
             };
             if let Some((by, port)) = base.or_else(named) {
                 return Err(SettingsError::Wrong {

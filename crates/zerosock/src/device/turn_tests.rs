@@ -8,12 +8,13 @@ use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use zerosock_proto::vsock::datagram::F_DGRAM;
 use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_sys::account::Budget;
+use zerosock_sys::socket_path;
 
 use super::factory::{Member, Terms};
 use super::state::bridge::BridgePeer;
@@ -55,6 +56,8 @@ impl Harness {
     fn new(guests: u32) -> Harness {
         let dir = tempfile::tempdir().unwrap();
         let (sender, mailbox) = Mailbox::new().unwrap();
+        // Else the first connect to a path waits for the connector.
+        socket_path::learn_mounts().unwrap();
         let hour = Duration::from_secs(3600);
         let limits = Limits {
             handshake: hour,
@@ -73,7 +76,7 @@ impl Harness {
             counters: Default::default(),
             limits,
             connector: None,
-            mailbox: None,
+            mailbox: Some(sender.clone()),
             app: None,
         };
         let worker = Worker::new(0, vec![sender], mailbox, shared);
@@ -142,6 +145,20 @@ impl Harness {
         }
     }
 
+    /// Gives turns until `look` has found something: a connect to a path waits for the connector if a mount
+    /// has come or gone anywhere in the system.
+    fn settle_until<T>(&mut self, mut look: impl FnMut(&mut Harness) -> Option<T>) -> T {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            self.settle();
+            if let Some(found) = look(self) {
+                return found;
+            }
+            assert!(Instant::now() < deadline, "the connect has no outcome");
+            std::thread::yield_now();
+        }
+    }
+
     /// A connection from a guest to a host program of its own.
     fn join(&mut self, guest: usize) -> (u32, UnixStream) {
         let port = *self.port.get_mut();
@@ -149,10 +166,13 @@ impl Harness {
         let path = self.uds_path(3 + guest as u32);
         let listener = UnixListener::bind(format!("{}_{port}", path.display())).unwrap();
         self.guests[guest].send(port, host(port), Op::Request, 0);
-        self.settle();
+        let answer = self.settle_until(|lab| {
+            let packets = lab.guests[guest].received();
+            (!packets.is_empty()).then_some(packets)
+        });
+        assert_op(&answer, Op::Response);
         let (program, _) = listener.accept().unwrap();
         program.set_nonblocking(true).unwrap();
-        assert_op(&self.guests[guest].received(), Op::Response);
         (port, program)
     }
 
@@ -399,8 +419,7 @@ fn answers_to_datagrams_do_not_delay_streams() {
     Arc::make_mut(&mut lab.worker.shared.routes).set_forward(rules);
     let (_, mut program) = lab.join(0);
     lab.guests[0].send_datagram(1000, host(514), 1);
-    lab.settle();
-    let (_, guest) = flood.recv_from(&mut [0]).unwrap();
+    let (_, guest) = lab.settle_until(|_| flood.recv_from(&mut [0]).ok());
     let refill = || while flood.send_to_addr(&[7; ANSWER], &guest).is_ok() {};
     for turn in 0..20 {
         fill(&mut program);
@@ -576,8 +595,13 @@ fn connections_that_a_broken_queue_ends_per_turn_are_bounded() {
 #[test]
 fn connections_of_lost_memory_end_without_its_bytes() {
     let mut lab = Harness::new(1);
-    let (port, mut program) = lab.join(0);
     lab.crowd(0, 2 * PART);
+    lab.settle();
+    while !lab.guests[0].received().is_empty() {
+        lab.settle();
+    }
+    // Its key is the last one: it ends in the last part.
+    let (port, mut program) = lab.join(0);
     fill(&mut program);
     // The program's socket is full: the rest stays in the memory.
     for _ in 0..20 {
@@ -586,8 +610,14 @@ fn connections_of_lost_memory_end_without_its_bytes() {
     lab.settle();
     let now = lab.worker.clock().now();
     let (device, mut cx) = lab.worker.lend(0, now);
-    device.unwrap().fail("a test", &mut cx);
+    let device = device.unwrap();
+    device.fail("a test", &mut cx);
     let before = read_some(&mut program);
+    // As for a bridge with bytes of the turn in which the memory has vanished.
+    let key = 2 * PART as u32;
+    device.bridges.get_mut(key).unwrap().writable = true;
+    device.flush(key, &mut cx);
+    assert_eq!(read_some(&mut program), 0, "after {before} bytes");
     lab.settle();
     let ended = lab.connections(0);
     assert_eq!(

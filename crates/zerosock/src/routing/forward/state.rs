@@ -5,7 +5,8 @@
 //!   it is made, and dropping [`Admitted`] ends the count. Connections of the rules that it has
 //!   [replaced](RuleState::new) count, too.
 //! - Once three quarters of the limit are used, a guest gets no connection beyond an equal share, one share
-//!   being left for a guest that has none: [`RuleState::admit_guest`].
+//!   being left for a guest that has none. The last eighth is for the first connections of guests:
+//!   [`RuleState::admit_guest`].
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -94,6 +95,7 @@ impl Taken {
         // The guest, the others, and one that may come.
         let share = limit / (others as u64 + 2);
         self.all >= limit - limit / 4 && own >= share.max(1)
+            || self.all >= limit - limit / 8 && own > 0
     }
 }
 
@@ -315,12 +317,12 @@ mod tests {
         let first = admit(greedy, 1000);
         assert_eq!(first.len(), 75, "alone it has three quarters");
         assert!(state.admit_guest(greedy).unwrap_err().contains("its share"));
-        // Each other one has its share, as far as there are places.
+        // Each other one has its share, as far as there are places, and two together do not use up the rule.
         let others = [admit(second, 1000), admit(third, 1000)];
-        assert_eq!(others.each_ref().map(Vec::len), [25, 0]);
+        assert_eq!(others.each_ref().map(Vec::len), [13, 1]);
         // With fewer than three quarters in use, nobody is bounded.
         drop(first);
-        assert_eq!(admit(third, 1000).len(), 50);
+        assert_eq!(admit(third, 1000).len(), 61);
     }
 
     #[test]

@@ -154,7 +154,7 @@ mod tests {
             zerosock_sys::socket_path::learn_mounts().unwrap();
             match attempt(&target) {
                 Some(Attempt::Ready(socket)) => Some(socket),
-                Some(Attempt::Elsewhere) => None,
+                Some(Attempt::NeedsConnector) => None,
                 other => panic!("{other:?}"),
             }
         });

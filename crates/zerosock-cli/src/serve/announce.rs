@@ -8,7 +8,8 @@ use zerosock::forward::Destination;
 
 use super::attach::Attach;
 use super::forward::Listen;
-use super::settings::{Host, Settings, Vm};
+use super::settings::Settings;
+use super::vm::{Host, Vm};
 use crate::sockets;
 
 /// Logs that the daemon serves, and what, before any other line.

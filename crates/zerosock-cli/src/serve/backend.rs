@@ -12,7 +12,8 @@ use zerosock::daemon::{
 use super::args::OkPort;
 use super::attach::{Attach, Hybrid};
 use super::claim::Listeners;
-use super::settings::{Host, Settings, Vm};
+use super::settings::Settings;
+use super::vm::{Host, Vm};
 use crate::sockets;
 
 /// Starts one device per VM; `listeners` are in the order of the VMs, `listen` in that of the rules.

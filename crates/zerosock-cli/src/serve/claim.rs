@@ -11,7 +11,8 @@ use zerosock::forward::ListenAddress;
 use super::activation::Inherited;
 use super::error::ServeError;
 use super::forward::Listen;
-use super::settings::{Host, Settings, Vm};
+use super::settings::Settings;
+use super::vm::{Host, Vm};
 use crate::sockets::{self, SocketFile};
 
 /// All claimed sockets.

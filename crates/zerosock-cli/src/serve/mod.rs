@@ -23,6 +23,7 @@ mod reload;
 mod report;
 mod settings;
 mod stuck;
+mod taken;
 mod uds_paths;
 mod validate;
 pub(crate) mod vm;

@@ -24,7 +24,8 @@ use super::claim::{ListenFiles, claim_listener, claim_vm};
 use super::error::ServeError;
 use super::networks;
 use super::report::{report_denied, report_rule};
-use super::settings::{Host, Settings, Vm};
+use super::settings::Settings;
+use super::vm::{Host, Vm};
 use crate::sockets::SocketFile;
 
 /// The settings in effect, which may differ from the file, and the socket files made here.

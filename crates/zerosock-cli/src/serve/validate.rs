@@ -137,3 +137,8 @@ pub(super) fn parse_groups(text: &str) -> Result<Vec<String>, &'static str> {
     }
     Ok(groups)
 }
+
+/// What comes before the name of a key of the file in an error.
+pub(super) fn place_of(file: Option<&Path>) -> String {
+    file.map_or_else(String::new, |path| format!("{}: ", path.display()))
+}

@@ -1,4 +1,4 @@
-//! One VM before validation: the same keys as flags, in `--vm` and in a file.
+//! One VM, before validation (the same keys as flags, in `--vm` and in a file) and after.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -13,6 +13,37 @@ use super::forward::Seconds;
 use super::list::joined_by_plus;
 use super::uds_paths::{UdsPath, UdsPathError, UdsPaths};
 use crate::{duration, number};
+
+/// One VM after validation.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Vm {
+    pub(crate) cid: u32,
+    pub(crate) socket: PathBuf,
+    pub(crate) host: Host,
+    /// Bytes in flight per connection, 128 to 1 GiB.
+    pub(crate) tx_buffer_size: u32,
+    /// A power of two up to 32768.
+    pub(crate) queue_size: u16,
+    /// No empty names, no duplicates.
+    pub(crate) groups: Vec<String>,
+    /// Refuse memory that can shrink.
+    pub(crate) require_sealed_memory: bool,
+    /// The longest pause that connections outlast; zero: any. Set for each VM.
+    pub(crate) stopped_timeout: Option<Duration>,
+}
+
+/// Destination of a VM's connections to the host.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Host {
+    /// Unix sockets around this path, by the hybrid convention.
+    Hybrid {
+        path: PathBuf,
+        /// The same for SOCK_SEQPACKET.
+        messages: Option<PathBuf>,
+    },
+    /// The AF_VSOCK of the host's own kernel.
+    Forward { cid: u32, listen: Vec<u32> },
+}
 
 /// The flags that describe one VM. Each excludes --vm and --config.
 #[derive(Clone, Debug, Args)]

@@ -46,6 +46,8 @@ mod forwarded;
 mod from_guest;
 mod guest_backlog;
 #[cfg(test)]
+mod guest_backlog_random_tests;
+#[cfg(test)]
 mod guest_backlog_tests;
 pub(crate) mod host;
 pub(crate) mod host_sockets;

@@ -18,20 +18,21 @@ pub(crate) const TURN_BYTES: usize = 64 << 10;
 /// Most payload bytes of a turn.
 pub(crate) const MAX_TURN_BYTES: usize = 4 * TURN_BYTES;
 
-/// Turns in a row that use up [`TURN_BYTES`] and take a window that was complete before the first.
+/// A queue that was empty after so many turns in a row of [`TURN_BYTES`] had a whole window before the first
+/// of them.
 const WINDOW_TURNS: u32 = 3;
 
-/// What a queue counts that runs empty as a guest leaves it that waits.
-const WAITED: i32 = 4;
+/// Evidence of a guest that waits: by so much a queue that runs empty as such a guest leaves it adds to it. A
+/// queue that runs empty in another way takes 1 from it.
+const EVIDENCE_OF_WAITING: i32 = 4;
 
-/// The count at which the budget grows. A queue that runs empty in another way counts -1.
-const GROW_AT: i32 = 2 * WAITED;
+/// The evidence with which the budget grows: two such queues in a row are enough, one among many is not.
+const ENOUGH_EVIDENCE: i32 = 2 * EVIDENCE_OF_WAITING;
 
-/// Least count: that of a guest that certainly works at the same time.
-const LEAST: i32 = -32;
+/// Least evidence: the guest certainly works at the same time.
+const LEAST_EVIDENCE: i32 = -32;
 
-/// Turns with a larger budget until the first new observation. Each one that finds no change doubles the
-/// number.
+/// Turns with a larger budget until the first new observation.
 const FIRST_INTERVAL: u32 = 64;
 
 /// Most turns until a new observation.
@@ -40,14 +41,18 @@ const MAX_INTERVAL: u32 = 1024;
 /// The budget of one direction: see the module.
 #[derive(Debug)]
 pub(crate) struct TurnBudget {
+    /// Payload bytes after which a turn ends: [`TURN_BYTES`] to [`MAX_TURN_BYTES`].
     bytes: usize,
-    /// Turns in a row that used up [`TURN_BYTES`], while that is the budget.
-    used_up: u32,
-    /// How often the guest has waited, less how often it has not, while [`TURN_BYTES`] is the budget.
-    waited: i32,
-    /// Turns left with a larger budget.
-    left: u32,
-    /// Turns that the next larger budget lasts.
+    /// Turns in a row that used up the budget; counted while it is [`TURN_BYTES`].
+    full_turns: u32,
+    /// Whether the guest waits for turns, by how the queue ran empty while the budget was [`TURN_BYTES`]:
+    /// [`LEAST_EVIDENCE`] to [`ENOUGH_EVIDENCE`]. See [`EVIDENCE_OF_WAITING`].
+    evidence: i32,
+    /// Turns left until the larger budget ends, of those that move at least [`TURN_BYTES`]; 0 while there is
+    /// none.
+    large_turns_left: u32,
+    /// Turns that the next larger budget lasts: [`FIRST_INTERVAL`] to [`MAX_INTERVAL`]. Doubled by each larger
+    /// budget, and the first again once the guest certainly works at the same time.
     interval: u32,
 }
 
@@ -55,9 +60,9 @@ impl Default for TurnBudget {
     fn default() -> TurnBudget {
         TurnBudget {
             bytes: TURN_BYTES,
-            used_up: 0,
-            waited: 0,
-            left: 0,
+            full_turns: 0,
+            evidence: 0,
+            large_turns_left: 0,
             interval: FIRST_INTERVAL,
         }
     }
@@ -75,25 +80,27 @@ impl TurnBudget {
         if self.bytes > TURN_BYTES {
             self.large_turn_ended(moved);
         } else if moved >= TURN_BYTES {
-            self.used_up = self.used_up.saturating_add(1);
-        } else if ran_out && self.used_up > 0 {
-            let waited = moved > 0 || self.used_up >= WINDOW_TURNS;
-            self.used_up = 0;
-            self.note_empty(waited);
+            self.full_turns = self.full_turns.saturating_add(1);
+        } else if ran_out && self.full_turns > 0 {
+            // A guest that works at the same time leaves nothing after one or two whole turns.
+            let waits = moved > 0 || self.full_turns >= WINDOW_TURNS;
+            self.full_turns = 0;
+            self.queue_ran_empty(waits);
         }
     }
 
-    fn note_empty(&mut self, waited: bool) {
-        self.waited = match waited {
-            true => self.waited + WAITED,
-            false => (self.waited - 1).max(LEAST),
+    /// The queue ran empty after a turn that used up the budget, in the way of a guest that waits or not.
+    fn queue_ran_empty(&mut self, waits: bool) {
+        self.evidence = match waits {
+            true => self.evidence + EVIDENCE_OF_WAITING,
+            false => (self.evidence - 1).max(LEAST_EVIDENCE),
         };
-        if self.waited >= GROW_AT {
-            self.waited = 0;
+        if self.evidence >= ENOUGH_EVIDENCE {
+            self.evidence = 0;
             self.grow();
-            self.left = self.interval;
+            self.large_turns_left = self.interval;
             self.interval = (2 * self.interval).min(MAX_INTERVAL);
-        } else if self.waited == LEAST {
+        } else if self.evidence == LEAST_EVIDENCE {
             self.interval = FIRST_INTERVAL;
         }
     }
@@ -104,13 +111,14 @@ impl TurnBudget {
         }
         // Turns that the smaller budget would not have ended say nothing.
         if moved >= TURN_BYTES {
-            self.left -= 1;
-            if self.left == 0 {
+            self.large_turns_left -= 1;
+            if self.large_turns_left == 0 {
                 self.bytes = TURN_BYTES;
             }
         }
     }
 
+    /// Doubles the budget, up to its limit.
     fn grow(&mut self) {
         self.bytes = (2 * self.bytes).min(MAX_TURN_BYTES);
     }

@@ -313,7 +313,9 @@ fn an_incomplete_control_message_does_not_stop_the_data_path() {
 #[test]
 fn memory_that_vanishes_affects_only_its_vm() {
     let daemon = TestDaemon::with(2, |_| {});
-    let Some(_) = daemon.stats() else { return };
+    if !daemon.is_ours("memory_that_vanishes_affects_only_its_vm") {
+        return;
+    }
     let mut other = daemon.guest_of(1, |_| {});
     let mut echo = Echo::new(&mut other, &daemon.vms[1].uds_path, 2000);
     let listener = daemon.host_listener(2000);

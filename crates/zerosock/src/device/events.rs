@@ -63,28 +63,7 @@ impl Device {
                 }
             }
             Event::Connected { flow } => self.guest_accepted(flow, cx),
-            Event::Refused {
-                flow,
-                reason: RefuseReason::Reset,
-            } if self.call_refused(flow, cx) => {}
-            Event::Refused { flow, reason } => {
-                self.count_refused(flow, reason, cx);
-                if let Some(key) = self.bridges.key_of(flow) {
-                    if let Some(bridge) = self.bridges.get(key)
-                        && let BridgePeer::App(end) = &bridge.peer
-                        && let Some(app) = cx.shared.app.as_deref_mut()
-                        && let Some(conn) = app.sockets.get_mut(end.id)
-                    {
-                        conn.refused = Some(reason);
-                    }
-                    if let Some(bridge) = self.bridges.get(key)
-                        && let Some(forwarded) = &bridge.forwarded
-                    {
-                        self.refuse_forwarded(forwarded, "its endpoint refuses the connection");
-                    }
-                    self.end_bridge(key, cx);
-                }
-            }
+            Event::Refused { flow, reason } => self.connect_refused(flow, reason, cx),
             Event::PeerShutdown {
                 flow,
                 receive,
@@ -106,13 +85,39 @@ impl Device {
         }
     }
 
+    /// The guest has refused a connection of the host or a sibling, or has not answered in time.
+    fn connect_refused(&mut self, flow: FlowId, reason: RefuseReason, cx: &mut Context<'_>) {
+        if reason == RefuseReason::Reset {
+            let waits = self.guest_connect_refused(flow, cx);
+            if waits {
+                return;
+            }
+        }
+        self.count_refused(flow, reason, cx);
+        let Some(key) = self.bridges.key_of(flow) else {
+            return;
+        };
+        if let Some(bridge) = self.bridges.get(key) {
+            if let BridgePeer::App(end) = &bridge.peer
+                && let Some(app) = cx.shared.app.as_deref_mut()
+                && let Some(conn) = app.sockets.get_mut(end.id)
+            {
+                conn.refused = Some(reason);
+            }
+            if let Some(forwarded) = &bridge.forwarded {
+                self.refuse_forwarded(forwarded, "its endpoint refuses the connection");
+            }
+        }
+        self.end_bridge(key, cx);
+    }
+
     /// The guest has accepted a connection of the host or a sibling.
     fn guest_accepted(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.bridges.key_of(flow) else {
             return;
         };
         self.log_flow(flow, "connection opened");
-        self.call_accepted(flow, cx);
+        self.guest_connect_accepted(flow, cx);
         let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
@@ -308,7 +313,7 @@ impl Device {
                 Timer::Handshake(key) => self.handshake_timed_out(key, cx),
                 Timer::Connect(key) => self.connect_timed_out(key, cx),
                 Timer::Backlog(to) => self.retry_connects(to, cx),
-                Timer::GuestBacklog(to) => self.retry_calls(to, cx),
+                Timer::GuestBacklog(to) => self.retry_guest_connects(to, cx),
                 Timer::Linger => self.linger_timed_out(cx),
                 Timer::Accept(key) => self.accept(key, cx),
                 Timer::Hold(key) => self.hold_timed_out(key, cx),

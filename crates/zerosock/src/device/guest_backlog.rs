@@ -16,7 +16,7 @@ use zerosock_proto::Port;
 use zerosock_proto::vsock::{FlowId, QueuePairs};
 
 use super::state::bridge::BridgePeer;
-use super::state::guest_backlogs::{Call, GuestBacklog};
+use super::state::guest_backlogs::{GuestBacklog, GuestConnect};
 use super::state::host::Caller;
 use super::state::timers::Timer;
 use super::{Context, Device};
@@ -52,31 +52,31 @@ impl Device {
     }
 
     /// Records a connect whose answer is expected.
-    pub(super) fn await_answer(&mut self, flow: FlowId, call: Call) {
-        self.guest_backlogs.calls.insert(flow, call);
+    pub(super) fn await_answer(&mut self, flow: FlowId, connect: GuestConnect) {
+        self.guest_backlogs.unanswered.insert(flow, connect);
     }
 
     /// The guest has accepted a connect.
-    pub(super) fn call_accepted(&mut self, flow: FlowId, cx: &Context<'_>) {
-        if let Some(call) = self.guest_backlogs.calls.remove(&flow) {
-            self.guest_backlogs.note_accepted(call.to, cx.now);
-            self.attempt_ended(flow, call.to, None, cx);
+    pub(super) fn guest_connect_accepted(&mut self, flow: FlowId, cx: &Context<'_>) {
+        if let Some(connect) = self.guest_backlogs.unanswered.remove(&flow) {
+            self.guest_backlogs.note_accepted(connect.to, cx.now);
+            self.attempt_ended(flow, connect.to, None, cx);
         }
     }
 
     /// The guest has refused a connect by a reset. Returns whether the program waits for another attempt.
-    pub(super) fn call_refused(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
+    pub(super) fn guest_connect_refused(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
         let all = &mut self.guest_backlogs;
-        let Some(call) = all.calls.remove(&flow) else {
+        let Some(connect) = all.unanswered.remove(&flow) else {
             return false;
         };
         let retries = self.queue_pairs.used == QueuePairs::ONE
-            && all.has_accepted_lately(call.to, cx.now)
+            && all.has_accepted_lately(connect.to, cx.now)
             && all.has_room()
-            && cx.now < call.deadline;
+            && cx.now < connect.deadline;
         let bridge = self.bridges.key_of(flow).filter(|_| retries);
         let Some(bridge) = bridge.and_then(|key| self.bridges.remove(key)) else {
-            self.attempt_ended(flow, call.to, None, cx);
+            self.attempt_ended(flow, connect.to, None, cx);
             return false;
         };
         cx.shared.counters.conns_removed.add(1);
@@ -88,13 +88,13 @@ impl Device {
         cx.poller.remove(&socket);
         let caller = Caller {
             socket,
-            socket_type: call.socket_type,
-            to: call.to,
-            wants_ok: call.wants_ok,
+            socket_type: connect.socket_type,
+            to: connect.to,
+            wants_ok: connect.wants_ok,
             forwarded: bridge.forwarded,
         };
-        let deadline = call.deadline;
-        match self.guest_backlogs.ports.get_mut(&call.to) {
+        let deadline = connect.deadline;
+        match self.guest_backlogs.ports.get_mut(&connect.to) {
             None => {
                 let next = deadline.min(cx.now + FIRST_PAUSE);
                 let port = GuestBacklog {
@@ -103,8 +103,8 @@ impl Device {
                     next,
                     attempt: None,
                 };
-                self.guest_backlogs.ports.insert(call.to, port);
-                self.timers.set(next, Timer::GuestBacklog(call.to));
+                self.guest_backlogs.ports.insert(connect.to, port);
+                self.timers.set(next, Timer::GuestBacklog(connect.to));
             }
             Some(port) => {
                 // Those of a burst were refused in the order of their connects.
@@ -114,16 +114,16 @@ impl Device {
                 let at = if port.attempt == Some(flow) { 0 } else { at };
                 port.waiting.insert(at, (deadline, caller));
                 let pause = (port.pause * 2).min(LONGEST_PAUSE);
-                self.attempt_ended(flow, call.to, Some(pause), cx);
+                self.attempt_ended(flow, connect.to, Some(pause), cx);
             }
         }
         true
     }
 
     /// A connect has ended without an answer.
-    pub(super) fn forget_call(&mut self, flow: FlowId, cx: &Context<'_>) {
-        if let Some(call) = self.guest_backlogs.calls.remove(&flow) {
-            self.attempt_ended(flow, call.to, None, cx);
+    pub(super) fn forget_guest_connect(&mut self, flow: FlowId, cx: &Context<'_>) {
+        if let Some(connect) = self.guest_backlogs.unanswered.remove(&flow) {
+            self.attempt_ended(flow, connect.to, None, cx);
         }
     }
 
@@ -149,7 +149,7 @@ impl Device {
     }
 
     /// Refuses the programs that have waited for too long, and tries the first of the others.
-    pub(super) fn retry_calls(&mut self, to: Port, cx: &mut Context<'_>) {
+    pub(super) fn retry_guest_connects(&mut self, to: Port, cx: &mut Context<'_>) {
         for _ in 0..BUDGET {
             let Some(port) = self.guest_backlogs.ports.get_mut(&to) else {
                 return;
@@ -174,11 +174,11 @@ impl Device {
                 return;
             };
             if is_late {
-                self.give_up_call(caller, cx);
+                self.give_up_guest_connect(caller, cx);
                 continue;
             }
             cx.shared.counters.connect_retries.add(1);
-            let attempt = self.try_call(caller, Port::ANY, false, deadline, cx);
+            let attempt = self.try_guest_connect(caller, Port::ANY, false, deadline, cx);
             let Some(port) = self.guest_backlogs.ports.get_mut(&to) else {
                 return;
             };
@@ -198,14 +198,14 @@ impl Device {
         }
     }
 
-    fn give_up_call(&self, caller: Caller, cx: &Context<'_>) {
+    fn give_up_guest_connect(&self, caller: Caller, cx: &Context<'_>) {
         let reason = "the backlog of the endpoint's listener stays full";
         cx.shared.counters.refuse(RefusalCause::Endpoint);
         tracing::debug!(cid = %self.cid, port = %caller.to, reason, "host program refused");
-        self.end_call(caller, reason);
+        self.refuse_caller(caller, reason);
     }
 
-    fn end_call(&self, caller: Caller, reason: &str) {
+    fn refuse_caller(&self, caller: Caller, reason: &str) {
         if let Some(forwarded) = &caller.forwarded {
             self.refuse_forwarded(forwarded, reason);
         }
@@ -213,13 +213,13 @@ impl Device {
     }
 
     /// Refuses all programs that wait: the driver has gone.
-    pub(super) fn end_calls(&mut self, cx: &Context<'_>) {
+    pub(super) fn refuse_waiting_callers(&mut self, cx: &Context<'_>) {
         let all = std::mem::take(&mut self.guest_backlogs);
         for (to, port) in all.ports {
             self.timers.cancel(port.next, Timer::GuestBacklog(to));
             for (_, caller) in port.waiting {
                 cx.shared.counters.refuse(RefusalCause::Unreachable);
-                self.end_call(caller, "the endpoint has gone");
+                self.refuse_caller(caller, "the endpoint has gone");
             }
         }
     }

@@ -92,7 +92,7 @@ impl Play {
         }
         device.turn(&mut cx);
         for (port, list) in &device.guest_backlogs.ports {
-            let answered = |flow| !device.guest_backlogs.calls.contains_key(flow);
+            let answered = |flow| !device.guest_backlogs.unanswered.contains_key(flow);
             assert!(!list.attempt.as_ref().is_some_and(answered), "{port}");
             assert!(list.waiting.iter().is_sorted_by_key(|(at, _)| *at));
         }
@@ -160,7 +160,7 @@ fn each_program_is_connected_or_refused_and_nothing_is_left() {
             "seed {seed}: {:?}",
             backlogs.ports
         );
-        assert!(backlogs.calls.is_empty(), "seed {seed}");
+        assert!(backlogs.unanswered.is_empty(), "seed {seed}");
         assert_eq!(play.lab.device.timers.len(), 0, "seed {seed}");
         for program in &mut play.programs {
             let mut line = [0; 8];

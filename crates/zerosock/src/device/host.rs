@@ -2,7 +2,7 @@
 
 use super::backlog::Tried;
 use super::state::bridge::{Bridge, BridgePeer};
-use super::state::guest_backlogs::Call;
+use super::state::guest_backlogs::GuestConnect;
 use super::state::timers::Timer;
 use super::virtio::{BRIDGE, HANDSHAKE, LISTENER};
 use super::{Context, Device};
@@ -306,12 +306,12 @@ impl Device {
             return;
         };
         let deadline = cx.now + cx.shared.limits.connect;
-        self.try_call(caller, local, watched, deadline, cx);
+        self.try_guest_connect(caller, local, watched, deadline, cx);
     }
 
     /// Sends the guest the request of a program, which it has to answer before `deadline`. Returns the
     /// flow, or `None` if the program is refused.
-    pub(super) fn try_call(
+    pub(super) fn try_guest_connect(
         &mut self,
         caller: Caller,
         local: Port,
@@ -339,13 +339,13 @@ impl Device {
         let left = deadline.saturating_duration_since(cx.now);
         // Fails if the flow has ended.
         let _ = self.shard.set_connect_timeout(cx.now, flow, left);
-        let call = Call {
+        let connect = GuestConnect {
             to: port,
             socket_type,
             wants_ok,
             deadline,
         };
-        self.await_answer(flow, call);
+        self.await_answer(flow, connect);
         let given = self.shard.flow(flow).map_or(port, |f| f.local.port);
         let ok = wants_ok.then_some(match cx.shared.limits.ok {
             OkConvention::GuestPort => port,

@@ -196,7 +196,7 @@ impl Device {
         if !bridge.open
             && let Some(flow) = bridge.flow
         {
-            self.forget_call(flow, cx);
+            self.forget_guest_connect(flow, cx);
         }
         if bridge.flow.is_none() {
             self.lingering.stop(key, &mut self.timers);

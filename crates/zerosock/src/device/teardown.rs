@@ -77,7 +77,7 @@ impl Device {
         self.bridges.clear_ready();
         self.outgoing.clear();
         self.coalesced.clear();
-        self.end_calls(cx);
+        self.refuse_waiting_callers(cx);
         self.forget_datagrams(cx);
     }
 

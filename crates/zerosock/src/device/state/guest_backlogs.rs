@@ -22,7 +22,7 @@ const LATELY: Duration = Duration::from_secs(1);
 
 /// A connect that the guest has not answered.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::device) struct Call {
+pub(in crate::device) struct GuestConnect {
     pub(in crate::device) to: Port,
     pub(in crate::device) socket_type: SocketType,
     pub(in crate::device) wants_ok: bool,
@@ -45,7 +45,7 @@ pub(in crate::device) struct GuestBacklog {
 /// See the [module](self).
 #[derive(Debug, Default)]
 pub(crate) struct GuestBacklogs {
-    pub(in crate::device) calls: HashMap<FlowId, Call>,
+    pub(in crate::device) unanswered: HashMap<FlowId, GuestConnect>,
     pub(in crate::device) ports: BTreeMap<Port, GuestBacklog>,
     /// Ports and the times of their last accepted connections.
     accepted: Vec<(Port, Instant)>,

@@ -39,8 +39,9 @@ pub trait WorkerDevice: Sized {
         Ok(())
     }
 
-    /// Called before each of the next four, and [`end_call`](Self::end_call) after it: for devices that find
-    /// out what they have added to the counters of their worker.
+    /// Called before each call of [`on_event`](Self::on_event), [`on_message`](Self::on_message),
+    /// [`command`](Self::command) and [`turn`](Self::turn), and [`end_call`](Self::end_call) after it: for
+    /// devices that find out what they have added to the counters of their worker.
     fn begin_call(&mut self, shared: &Self::Shared) {
         let _ = shared;
     }

@@ -224,7 +224,7 @@ impl Associations {
         now: Instant,
         done: &mut Done,
     ) -> bool {
-        // One that the kernel moves may turn out to be in use, but only once in a turn.
+        // The kernel may have moved datagrams of an association meanwhile: `observe` finds that once per turn.
         while let Some(key) = self.due.first() {
             if !self.observe(key, now, done) {
                 opener.end(self.remove(key), Ended::Replaced, now);

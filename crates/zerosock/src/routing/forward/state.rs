@@ -320,7 +320,7 @@ mod tests {
         // Each other one has its share, as far as there are places, and two together do not use up the rule.
         let others = [admit(second, 1000), admit(third, 1000)];
         assert_eq!(others.each_ref().map(Vec::len), [13, 1]);
-        // With fewer than three quarters in use, nobody is bounded.
+        // With fewer than three quarters in use, no guest is bounded.
         drop(first);
         assert_eq!(admit(third, 1000).len(), 61);
     }

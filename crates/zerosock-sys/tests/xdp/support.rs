@@ -194,9 +194,10 @@ pub(crate) fn take(socket: &mut Socket) -> Received {
     }
 }
 
-pub(crate) fn wait_readable(fd: impl AsFd, limit: Duration) {
+/// Whether it can be read within the limit.
+pub(crate) fn wait_readable(fd: impl AsFd, limit: Duration) -> bool {
     let limit = Timespec::try_from(limit).unwrap();
-    poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&limit)).unwrap();
+    poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&limit)).unwrap() > 0
 }
 
 /// Waits until `done`.

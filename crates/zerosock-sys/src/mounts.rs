@@ -4,7 +4,7 @@
 //! The owner of a file does not tell: the root of such a mount shows uid 0. The list of mounts does.
 //!
 //! # Invariants
-//! - [`is_local`] makes one call that does not wait, and says yes only while no mount has come or gone
+//! - `is_local` makes one call that does not wait, and says yes only while no mount has come or gone
 //!   since the list was read: the kernel gives a number out again at once.
 
 use std::collections::HashSet;

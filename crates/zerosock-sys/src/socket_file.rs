@@ -11,7 +11,7 @@
 //!   Only a dead socket is replaced.
 //! - No call asks the server of a file system that another user has mounted on the way to the target, at
 //!   the target path, or in the place of the private directory: such a mount is refused, and so is a
-//!   symbolic link of another user on the way ([`walk`]).
+//!   symbolic link of another user on the way (`walk`).
 //! - [`SocketFile`] removes its file only while device, inode and time of birth are unchanged.
 //!
 //! The kernel reports the socket's address as `/proc/self/fd/N/NAME`: it is the path by which the

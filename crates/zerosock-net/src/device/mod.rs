@@ -8,7 +8,7 @@
 //! into memory of the device and copied (`rx_copied`). Without MRG_RXBUF it offers the whole next
 //! buffer.
 //!
-//! A driver that takes partial checksums gets a complete one from DHCP servers ([`dhcp`]).
+//! A driver that takes partial checksums gets a complete one from DHCP servers (`dhcp.rs`).
 
 mod announcement;
 mod control;

@@ -36,18 +36,19 @@ pub(crate) fn host_refuses(lab: &Lab) {
 pub(crate) fn guest_refuses(lab: &Lab) {
     let vm = &lab.a;
     let port = port();
-    let refused = || {
+    let refused = |limit: Duration| {
         let start = Instant::now();
         match vm.connect(port) {
             Err(ConnectError::Refused(_)) => {}
             other => panic!("expected a refusal, got {other:?}"),
         }
         let took = start.elapsed();
-        assert!(took < AT_ONCE, "known only after {took:?}");
+        assert!(took < limit, "known only after {took:?}");
     };
-    refused();
+    refused(AT_ONCE);
     let listener = vm.listen(port);
     vm.connect(port).expect("connected while somebody listens");
     vm.close(listener);
-    refused();
+    // For a second after the port has accepted a connection, a reset may be that of a full backlog.
+    refused(AT_ONCE + Duration::from_secs(1));
 }

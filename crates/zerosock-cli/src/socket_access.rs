@@ -32,7 +32,7 @@ pub(crate) struct WrongAccess {
 }
 
 impl AccessFlags {
-    /// What the flags say.
+    /// The settings that the flags give.
     pub(crate) fn access(&self) -> Result<Access, WrongAccess> {
         let wrong = |option, value: &str, fix: String| WrongAccess {
             option,

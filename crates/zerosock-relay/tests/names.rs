@@ -294,7 +294,7 @@ fn an_address_that_refused_datagrams_is_followed_by_the_next() {
         connector.refused(&asked.target, at);
         used.push(at.ip().to_string());
     }
-    // All have refused: the one whose refusal is oldest.
+    // All have refused: the one that refused first.
     assert_eq!(used, ["127.0.0.2", "127.0.0.3", "127.0.0.2"]);
 }
 

@@ -148,7 +148,7 @@ pub fn learn() -> io::Result<()> {
 fn read() -> io::Result<String> {
     let mut list =
         File::open("/proc/thread-self/mountinfo").map_err(|error| match error.kind() {
-            // Not what is said of a mount that is in no list.
+            // `NotFound` means a mount that is not in the list.
             io::ErrorKind::NotFound => io::Error::new(
                 io::ErrorKind::Unsupported,
                 "/proc is not mounted; without it the file system of a path is not known",

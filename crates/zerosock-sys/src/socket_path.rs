@@ -113,7 +113,7 @@ fn open_in_local_directory(path: &Path, flags: OFlags) -> io::Result<Option<Owne
     }
 }
 
-/// What the kernel knows of a file, and whether it is known to be on a local file system. Asks no server.
+/// The status of a file in the kernel's cache, and whether it is known to be on a local file system. Asks no server.
 fn examine(file: &OwnedFd) -> io::Result<(Statx, bool)> {
     let at = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     let wanted = StatxFlags::TYPE | StatxFlags::INO | StatxFlags::MNT_ID;

@@ -102,7 +102,7 @@ impl Listen {
         }
     }
 
-    /// The rule in the log: its name, or what it says.
+    /// The rule in the log: its name, or its text.
     pub(super) fn shown(&self) -> String {
         match &self.name {
             Some(name) => name.to_string(),

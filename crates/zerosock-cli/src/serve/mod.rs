@@ -62,7 +62,7 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     signals.catch_hangup().map_err(ServeError::Signals)?;
     let raised = raise_descriptor_limit();
     let claimed = claim_sockets(&settings)?;
-    // Before whatever interfaces, devices and front-ends, whose connections wait already, have to say.
+    // Before any line of interfaces, devices and front-ends: front-ends may have connected already.
     announce_start(&settings);
     if let Err(reason) = raised {
         warn!("{reason}");

@@ -13,7 +13,7 @@ use super::validate::{SettingsError, Source, place_of};
 use super::vm::{Host, Vm};
 use crate::net::network::Network;
 
-/// What the VMs so far have claimed, and the option of each.
+/// CIDs, paths and ports in use by the VMs so far, each with the option that names it.
 #[derive(Default)]
 pub(super) struct Taken {
     cids: HashMap<u32, String>,

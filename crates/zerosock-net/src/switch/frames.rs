@@ -65,7 +65,7 @@ pub(super) struct Lent {
     pub(super) len: usize,
     /// The number of its sender.
     pub(super) number: u64,
-    /// What it counts as a frame for several ports; `None`: it is for this one only.
+    /// Bytes that its sender is charged for this receiver; `None`: the frame is for this port only.
     pub(super) charge: Option<usize>,
     addresses: Addresses,
     /// Its pieces among those of the batch.

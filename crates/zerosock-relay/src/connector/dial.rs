@@ -172,7 +172,7 @@ impl Failure {
     }
 }
 
-/// What a request says about its attempts.
+/// The attempts that a request permits, and their order.
 pub(super) struct Plan<'a> {
     pub(super) port: u16,
     pub(super) policy: &'a AddressPolicy,

@@ -71,7 +71,7 @@ impl AddressHistory {
         }
     }
 
-    /// Drops what is over.
+    /// Drops the entries that have expired.
     fn forget(&mut self, now: Instant) {
         self.accepted.retain(|_, (_, until)| now < *until);
         self.refused.retain(|_, all| {

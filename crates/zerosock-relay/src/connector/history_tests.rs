@@ -1,4 +1,4 @@
-//! What is remembered of names, and for how long.
+//! Addresses of names that are remembered, and for how long.
 
 use super::*;
 

@@ -19,7 +19,7 @@ pub(super) const ATTEMPT_DELAY: Duration = Duration::from_millis(250);
 /// Attempts of one request.
 pub(super) const MAX_ATTEMPTS: usize = 16;
 
-/// What is known about addresses before the first attempt.
+/// The order of addresses that earlier connects have shown.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Order {
     /// Tried before all others, without a delay.

@@ -234,7 +234,7 @@ impl Associations {
         false
     }
 
-    /// Counts what the kernel has moved for an association. Whether it was the first datagram of this turn.
+    /// Counts the datagrams that the kernel has moved for an association. Returns whether they are the first of this turn.
     fn observe(&mut self, key: u32, now: Instant, done: &mut Done) -> bool {
         let association = self.slots.get_mut(key as usize);
         association.is_some_and(|it| it.observe(done)) && self.touch(key, now)

@@ -63,7 +63,7 @@ impl DueList {
         self.next
     }
 
-    /// The slot whose time comes first.
+    /// The slot with the earliest time.
     pub(super) fn first(&self) -> Option<u32> {
         (self.first != NONE).then_some(self.first)
     }

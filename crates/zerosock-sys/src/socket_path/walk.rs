@@ -1,4 +1,4 @@
-//! Opening what is at a path, step by step, without a call into a file system that another user serves.
+//! Opening a file by its path, step by step, without a call into a file system that another user serves.
 //!
 //! # Invariants
 //! - Each component is opened with O_PATH and O_NOFOLLOW in the directory before it, and its mount is
@@ -22,7 +22,7 @@ use crate::mounts::{self, MountClass, is_trusted_user};
 /// Symbolic links that are followed in one path, as the kernel does.
 const MAX_LINKS: usize = 40;
 
-/// What is at a path.
+/// A file that was opened by its path.
 #[derive(Debug)]
 pub(crate) struct Entry {
     /// Opened with O_PATH.
@@ -44,7 +44,7 @@ impl Entry {
     }
 }
 
-/// Opens what is at `path`. It can take as long as the file systems on the way that root has mounted.
+/// Opens the file at `path`. It can take as long as the file systems on the way that root has mounted.
 ///
 /// # Errors
 /// `PermissionDenied` where the path leads through a link or mount of another user; those of openat(2). The

@@ -51,7 +51,7 @@ impl Device {
         None
     }
 
-    /// Records a connect whose answer is expected.
+    /// Records a connect that the guest has not answered yet.
     pub(super) fn await_answer(&mut self, flow: FlowId, connect: GuestConnect) {
         self.guest_backlogs.unanswered.insert(flow, connect);
     }

@@ -41,7 +41,7 @@ impl Test {
         }
     }
 
-    /// Programs connect; returns what the guest receives.
+    /// Programs connect; returns the packets that the guest receives.
     fn call(&mut self, count: usize) -> Vec<Repr> {
         for _ in 0..count {
             let (ours, program) = UnixStream::pair().unwrap();
@@ -62,7 +62,7 @@ impl Test {
         self.at(self.now)
     }
 
-    /// The device has turns at this time; returns what the guest receives.
+    /// The device has turns at this time; returns the packets that the guest receives.
     fn at(&mut self, now: Duration) -> Vec<Repr> {
         self.now = now;
         for _ in 0..3 {
@@ -73,7 +73,7 @@ impl Test {
         self.guest.received()
     }
 
-    /// The guest answers a request; returns what it receives then.
+    /// The guest answers a request; returns the packets that it receives then.
     fn answer(&mut self, request: &Repr, op: Op) -> Vec<Repr> {
         assert_eq!(request.op, Op::Request.into());
         self.guest.send(request.dst.port.get(), request.src, op, 0);

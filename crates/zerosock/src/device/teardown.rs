@@ -71,7 +71,7 @@ impl Device {
         is_last && self.forget_handed_off(PART, cx)
     }
 
-    /// Ends what is left after the connections.
+    /// Ends the sockets and timers that are left after the connections.
     pub(super) fn end_teardown(&mut self, cx: &mut Context<'_>) {
         self.teardown = Teardown::default();
         self.bridges.clear_ready();

@@ -165,7 +165,7 @@ impl Association {
         matches!(self.joining, Joining::Yes(_))
     }
 
-    /// Counts what the kernel has moved since the last time; whether it has moved any.
+    /// Counts the datagrams that the kernel has moved since the last call; returns whether there are any.
     pub(super) fn observe(&mut self, done: &mut Done) -> bool {
         let Joining::Yes(joined) = &self.joining else {
             return false;

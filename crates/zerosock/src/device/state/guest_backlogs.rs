@@ -1,4 +1,4 @@
-//! Host programs and clients whose connects a guest has refused although the port has a listener.
+//! Host programs and clients that a guest has refused although the port has a listener.
 //!
 //! # Invariants
 //! - A port with a list has a timer at `next`, or an earlier one, or an attempt under way.

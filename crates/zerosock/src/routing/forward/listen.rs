@@ -89,7 +89,7 @@ impl ListenRule {
         self
     }
 
-    /// The rule in logs and counters: its name, or what it says.
+    /// The rule in logs and counters: its name, or its text.
     pub(crate) fn text(&self) -> String {
         match &self.name {
             Some(name) => format!("listen {name}"),

@@ -114,7 +114,7 @@ impl ForwardRule {
         } == *other
     }
 
-    /// The rule in logs and counters: its name, or what it says.
+    /// The rule in logs and counters: its name, or its text.
     pub(super) fn text(&self) -> String {
         match &self.name {
             Some(name) => format!("forward {name}"),

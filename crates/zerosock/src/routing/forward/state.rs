@@ -19,7 +19,7 @@ use zerosock_proto::Cid;
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct RuleStats {
-    /// The rule in one line, as in the access log: its kind and its name, or what it says.
+    /// The rule in one line, as in the access log: its kind and its name, or its text.
     pub rule: String,
     /// The rule was removed or changed; its connections continue.
     pub removed: bool,

@@ -49,7 +49,7 @@ impl fmt::Display for ConnectionStats {
     }
 }
 
-/// What the calls of a connection count. No byte is in two counters, so that a call adds to one.
+/// The counters of the calls of one connection. No byte is in two counters, so that a call adds to one.
 #[derive(Debug, Default)]
 pub(in crate::vsock) struct Counts {
     /// Bytes that a call has copied to the program.

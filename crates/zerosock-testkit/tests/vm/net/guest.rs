@@ -205,7 +205,7 @@ impl Vm {
     /// Runs a script, which must succeed; returns its output.
     pub(crate) fn sh(&self, script: &str) -> String {
         let (status, text) = self.outcome(self.start(script));
-        assert_eq!(status, 0, "{script}: {text}{}", self.console());
+        assert_eq!(status, 0, "{script}: {text}");
         text
     }
 
@@ -224,7 +224,7 @@ impl Vm {
     pub(crate) fn outcome(&self, pending: Pending) -> (u64, String) {
         match pending.wait(STEP) {
             Ok(outcome) => (outcome.bytes, outcome.text.unwrap_or_default()),
-            Err(error) => panic!("{error}{}", self.console()),
+            Err(error) => panic!("{error}"),
         }
     }
 
@@ -245,15 +245,26 @@ impl Vm {
         let boots = self.remote.boots();
         drop(self.remote.start(Command::Reboot));
         let release = self.remote.wait_for_boot(boots + 1, 2 * STEP);
-        assert!(release.is_some(), "no second boot{}", self.console());
+        assert!(release.is_some(), "no second boot");
         self.install();
     }
 
-    fn console(&self) -> String {
-        let console = match &self.process {
-            Process::Qemu(guest, _) => &guest.console,
-            Process::UserMode(guest) => &guest.console,
-        };
-        format!("\nthe guest's console:\n{}", console.tail(10))
+    fn console(&self) -> (&'static str, String) {
+        match &self.process {
+            Process::Qemu(guest, _) => ("QEMU", guest.console.tail(60)),
+            Process::UserMode(guest) => ("user-mode Linux", guest.console.tail(60)),
+        }
+    }
+}
+
+/// When a scenario fails, each of its guests shows its console: the one that did not answer may have
+/// waited for another one.
+impl Drop for Vm {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let (machine, console) = self.console();
+            let boots = self.remote.boots();
+            eprintln!("console of the guest under {machine}, which booted {boots} times:\n{console}");
+        }
     }
 }

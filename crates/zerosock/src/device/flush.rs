@@ -163,14 +163,15 @@ impl Device {
         self.update_bridge(key, cx);
     }
 
-    /// Has the poller report when a socket that was full can take bytes again. A socket that was never full
-    /// is not watched for that: each read by its program would wake the worker.
+    /// Has the poller report room in a socket that bytes were sent to. In a Unix socket each read of the
+    /// program makes room: it wakes the worker while the program prepares an answer, and the answer waits
+    /// less. A TCP socket reports room only after it was full.
     pub(super) fn watch_room(&mut self, key: u32, cx: &Context<'_>) {
         let token = self.token(BRIDGE, key);
         if let Some(bridge) = self.bridges.get_mut(key)
-            && !bridge.writable
             && !bridge.watches_room
             && let BridgePeer::Socket { socket, .. } = &bridge.peer
+            && (!bridge.writable || !socket.is_tcp())
         {
             // Room that there is already is reported too. The call fails only for an unknown socket.
             bridge.watches_room = cx.poller.change(socket, token, Interest::All).is_ok();

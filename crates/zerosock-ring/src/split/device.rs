@@ -27,6 +27,7 @@ use super::rings::{Addresses, Rings};
 use crate::dirty::DirtyLog;
 use crate::memory::Memory;
 use crate::slice::Piece;
+use crate::sync::Ordering;
 pub use front::{FrontChain, FrontToken};
 
 /// Most descriptors of a chain with an indirect table, if the queue size is less. The specification
@@ -122,12 +123,7 @@ impl DeviceQueue {
     /// [`QueueError`]: the size or an address is refused; the fault of the configuration.
     pub fn new(mem: Arc<Memory>, config: &QueueConfig) -> Result<DeviceQueue, QueueError> {
         let rings = resolve(mem, config)?;
-        let used_copy = u16::from_le(
-            rings
-                .used_words()
-                .index
-                .load(core::sync::atomic::Ordering::Relaxed),
-        );
+        let used_copy = u16::from_le(rings.used_words().index.load(Ordering::Relaxed));
         let lost = config.base.wrapping_sub(used_copy);
         let used_base = if lost <= config.size {
             used_copy
@@ -248,6 +244,12 @@ impl DeviceQueue {
                 0
             }
         }
+    }
+
+    /// The driver's index, unchecked: it differs from an earlier one if chains were posted meanwhile.
+    #[inline]
+    pub fn driver_index(&self) -> u16 {
+        u16::from_le(self.rings.avail_words().index.load(Ordering::Relaxed))
     }
 
     /// Takes the next chain; None if none is posted.

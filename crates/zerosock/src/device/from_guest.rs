@@ -171,18 +171,19 @@ impl Device {
 
     /// Processes a budget of packets from the guest. Returns true if there may be more.
     pub(super) fn receive(&mut self, cx: &mut Context<'_>) -> bool {
+        let mut posted = 0;
         if let Some(tx) = self.queues.rings.tx.as_mut().filter(|r| r.live()) {
             tx.queue.disable_notifications();
+            posted = tx.queue.driver_index();
         }
         let most = self.from_guest_budget.bytes();
-        let (mut taken, mut ran_out) = (0, false);
+        let mut taken = 0;
         while taken < BUDGET
             && self.moved < most
             && !self.receive_blocked()
             && !self.app_is_full(cx)
         {
             let Some(chain) = self.queues.rings.tx.as_mut().and_then(|tx| tx.pop()) else {
-                ran_out = true;
                 break;
             };
             if let Some((chain, arrival)) = self.open(chain, cx) {
@@ -200,7 +201,9 @@ impl Device {
         self.flush_dirty(cx);
         self.put_app_controls(cx);
         if cx.shared.app.is_none() {
-            self.from_guest_budget.turn_ended(self.moved, ran_out);
+            let tx = self.queues.rings.tx.as_ref();
+            let has_posted = || tx.is_some_and(|tx| tx.queue.driver_index() != posted);
+            self.from_guest_budget.turn_ended(self.moved, has_posted);
         }
         taken == BUDGET || self.moved >= most
     }

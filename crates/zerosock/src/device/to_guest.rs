@@ -44,9 +44,10 @@ impl Device {
     /// send and buffers are available.
     pub(super) fn transmit(&mut self, cx: &mut Context<'_>) -> bool {
         self.starved = false;
-        if !self.queues.rings.rx.as_ref().is_some_and(Ring::live) {
+        let rx = self.queues.rings.rx.as_ref().filter(|rx| rx.live());
+        let Some(posted) = rx.map(|rx| rx.queue.driver_index()) else {
             return false;
-        }
+        };
         self.transmit_control(cx);
         if !self.outgoing.is_empty() {
             self.send_outgoing(cx);
@@ -86,8 +87,9 @@ impl Device {
                 }
             }
         }
-        let ran_out = self.starved || !self.bridges.has_ready();
-        self.to_guest_budget.turn_ended(self.moved, ran_out);
+        let rx = self.queues.rings.rx.as_ref();
+        let has_posted = || rx.is_some_and(|rx| rx.queue.driver_index() != posted);
+        self.to_guest_budget.turn_ended(self.moved, has_posted);
         self.renew_share();
         self.transmit_control(cx);
         self.wake_buffer_waiters(cx);

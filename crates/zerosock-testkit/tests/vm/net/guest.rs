@@ -264,7 +264,9 @@ impl Drop for Vm {
         if std::thread::panicking() {
             let (machine, console) = self.console();
             let boots = self.remote.boots();
-            eprintln!("console of the guest under {machine}, which booted {boots} times:\n{console}");
+            eprintln!(
+                "console of the guest under {machine}, which booted {boots} times:\n{console}"
+            );
         }
     }
 }

@@ -394,12 +394,6 @@ impl UringBackend {
         self.arenas.count()
     }
 
-    /// Whether a zero-copy request of this buffer will probably use registered memory.
-    pub(super) fn expects_registered(&self, buffer: &impl Stable) -> bool {
-        let arena = buffer.arena();
-        arena.is_some_and(|arena| self.arenas.expects(arena))
-    }
-
     pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the ring's descriptor is open for as long as `self` is borrowed.
         unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) }

@@ -22,13 +22,13 @@ use rustix::net::SendFlags;
 use zerosock_proto::vsock::How;
 use zerosock_ring::{Chain, DeviceQueue, Memory, SliceBuf};
 use zerosock_virtio::poller::Interest;
-use zerosock_zc::notifications;
+use zerosock_zc::{SocketKind, notifications};
 
 /// Pieces of memory given to one `sendmsg`.
 const SLICES: usize = 128;
 
 /// Fewest bytes of one send for which pinning their pages repays.
-const WORTHWHILE: usize = 16 << 10;
+const WORTHWHILE: usize = SocketKind::Tcp4.zero_copy_threshold();
 
 /// The result of a write.
 enum Wrote {

@@ -208,13 +208,9 @@ impl Device {
         let from = Peer::new(self.addr, flow);
         let size = tx.queue.size();
         let half = usize::from(size / 2).saturating_sub(others);
-        let most = if sibling.move_to.is_some() {
-            // A handoff waits until the sibling has returned all chains, so no more are lent.
-            0
-        } else if sibling.stalled {
-            share_of(size).min(half)
-        } else {
-            half
+        let most = match sibling.stalled {
+            true => share_of(size).min(half),
+            false => half,
         };
         while (sibling.lent as usize) < most {
             let Some(held) = bridge.outbound.pop_held() else {

@@ -326,7 +326,6 @@ impl Device {
                 return None;
             }
         };
-        let mut wanted = None;
         let disposition = match self.shard.handle_payload(&header) {
             Some(disposition) => disposition,
             None if header.socket_type.get() == SocketType::Datagram as u16
@@ -358,9 +357,7 @@ impl Device {
             Disposition::Part { flow, len, flags } => {
                 return Some((chain, Arrival::of_message(flow, len, flags)));
             }
-            Disposition::Move { flow, pair } => wanted = Some((flow, pair)),
-            // The last two occur in drivers only.
-            Disposition::Handled | Disposition::Moved { .. } | Disposition::MovedStray { .. } => {}
+            Disposition::Handled => {}
             Disposition::Dropped(reason) => {
                 if reason.is_fault() {
                     tracing::debug!(cid = %self.cid, ?reason, ?header, "packet dropped");
@@ -371,10 +368,6 @@ impl Device {
         tx.complete(chain, 0);
         // Now, because the next packet may reuse the addresses of a connection that ended.
         self.drain_events(cx);
-        if let Some((flow, pair)) = wanted {
-            cx.time();
-            self.handle_move_request(flow, pair, cx);
-        }
         None
     }
 

@@ -65,8 +65,6 @@ pub(crate) mod outbound;
 pub(crate) mod placing;
 pub(crate) mod queue_pair_ports;
 pub(crate) mod queue_pairs;
-#[cfg(test)]
-mod queue_pairs_tests;
 mod sibling;
 pub(crate) mod state;
 mod stopped;
@@ -209,11 +207,6 @@ impl Device {
         return_reported(tx, forwarded);
         if let BridgePeer::Sibling(sibling) = &mut bridge.peer {
             sibling::return_inbound(sibling, false, cx);
-            if sibling.parked
-                && let Some(flow) = bridge.flow
-            {
-                self.abandon_parked(flow, cx);
-            }
         }
         cx.shared.counters.conns_removed.add(1);
         Some(bridge)

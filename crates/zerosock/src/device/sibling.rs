@@ -166,9 +166,6 @@ impl Device {
 
     /// Handles a message from a sibling's device.
     pub(crate) fn handle_sibling_message(&mut self, message: SiblingMessage, cx: &mut Context<'_>) {
-        let Some(message) = self.route_message(message, cx) else {
-            return;
-        };
         match message {
             SiblingMessage::Connect {
                 from,
@@ -176,7 +173,6 @@ impl Device {
                 peer,
                 socket_type,
             } => self.sibling_connects(from, local, peer, socket_type, cx),
-            SiblingMessage::Relocated { to, from, old } => self.handle_relocated(to, from, old, cx),
             SiblingMessage::Accepted { to, from } => self.sibling_accepted(to, from, cx),
             SiblingMessage::Lent {
                 to,
@@ -229,20 +225,13 @@ impl Device {
                 answer,
             } => self.datagram_done(chain, epoch, copied, answer),
             SiblingMessage::DatagramControl(control) => self.datagram_control(control),
-            SiblingMessage::TakeOver(handoff) => self.take_over(*handoff, cx),
             SiblingMessage::Call { caller, local } => self.connect_guest(*caller, local, false, cx),
             SiblingMessage::Client(client) => self.client_connects(*client, cx),
             SiblingMessage::Dialed { to, outcome } => self.dialed(to, outcome, cx),
             SiblingMessage::DialedDatagrams { to, outcome } => {
                 self.association_dialed(to, outcome, cx)
             }
-            // `route_message` has handled those about queue pairs; the worker takes `HandOff`.
-            SiblingMessage::Arrived { .. }
-            | SiblingMessage::Orphaned { .. }
-            | SiblingMessage::Lost
-            | SiblingMessage::Flushed { .. }
-            | SiblingMessage::SentOn(_)
-            | SiblingMessage::HandOff { .. } => {}
+            SiblingMessage::Lost => self.announce_reset = true,
         }
     }
 
@@ -392,7 +381,6 @@ impl Device {
         }
         self.drain_events(cx);
         self.update_bridge(key, cx);
-        self.handoff_if_returned(key, cx);
     }
 
     /// Copies out and returns all chains that a sibling recalls.

@@ -68,7 +68,7 @@ impl Device {
                 self.count_refused(flow, reason, cx);
             }
         }
-        is_last && self.forget_handed_off(PART, cx)
+        is_last
     }
 
     /// Ends the sockets and timers that are left after the connections.

@@ -103,23 +103,10 @@ impl WorkerDevice for Device {
     }
 
     fn on_message(&mut self, message: SiblingMessage, cx: &mut Context<'_>) {
-        match message {
-            SiblingMessage::HandOff { to, pair } => {
-                if let Some((queue_pair, handoff)) = self.extract(to, pair, cx) {
-                    // Ahead of other messages: the embedding program must always find the
-                    // connection.
-                    let message = SiblingMessage::TakeOver(handoff);
-                    cx.outbox.send_urgent(queue_pair, message);
-                }
-            }
-            message => self.handle_sibling_message(message, cx),
-        }
+        self.handle_sibling_message(message, cx);
     }
 
     fn undeliverable(message: SiblingMessage, cx: &mut Context<'_>) {
-        if let SiblingMessage::TakeOver(handoff) = message {
-            return handoff.abandon(cx);
-        }
         if let Some((to, answer)) = message.undeliverable() {
             cx.outbox.send(to, answer);
         }
@@ -245,7 +232,8 @@ impl VirtioDevice for Device {
     }
 
     fn set_features(&mut self, features: u64) {
-        self.shard.set_moves(features & F_PAIRS != 0);
+        let pair = (features & F_PAIRS != 0).then_some(self.queue_pairs.pair);
+        self.shard.set_declines_moves(pair);
         self.shard.set_seqpacket(features & F_SEQPACKET != 0);
         // Only the first queue pair carries datagrams.
         let first = self.queue_pairs.pair == 0;

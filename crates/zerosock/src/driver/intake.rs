@@ -272,10 +272,7 @@ impl Driver {
                 return Some(Arrival::of_message(flow, len, flags));
             }
             Disposition::Handled => {}
-            Disposition::Moved { flow, pair } => self.moved(slot.queue_pair, flow, pair, &repr),
-            Disposition::MovedStray { pair } => self.reset_unknown_move(pair, &repr),
-            // Devices alone receive moves.
-            Disposition::Move { .. } | Disposition::Dropped(_) => self.stats.rx_dropped += 1,
+            Disposition::Dropped(_) => self.stats.rx_dropped += 1,
         }
         self.store.release(slot);
         None

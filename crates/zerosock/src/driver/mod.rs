@@ -49,9 +49,6 @@ mod message_loans;
 #[cfg(test)]
 mod message_tests;
 pub(crate) mod messages;
-mod moving;
-#[cfg(test)]
-mod moving_tests;
 mod queue_pairs;
 mod queues;
 mod setup;

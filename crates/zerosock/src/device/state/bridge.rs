@@ -72,10 +72,6 @@ pub(crate) struct SiblingPeer {
     pub(crate) stalled: bool,
     /// The sibling's guest will send no more once `inbound` is empty.
     pub(crate) finish: bool,
-    /// The queue pair to which the connection moves once `lent` is 0.
-    pub(crate) move_to: Option<u16>,
-    /// Messages that wait until the handoff from another pair is complete.
-    pub(crate) parked: bool,
 }
 
 impl SiblingPeer {
@@ -87,8 +83,6 @@ impl SiblingPeer {
             lent_later: 0,
             stalled: false,
             finish: false,
-            move_to: None,
-            parked: false,
         }
     }
 

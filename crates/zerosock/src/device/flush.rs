@@ -309,9 +309,14 @@ impl Device {
     /// Resets a connection after an allocation for its bytes failed.
     #[cold]
     pub(super) fn end_for_want_of_memory(&mut self, key: u32, cx: &mut Context<'_>) {
+        self.count_lost_bytes(cx);
+        self.reset_bridge(key, cx);
+    }
+
+    /// Counts and logs a connection that is reset because an allocation for its bytes failed.
+    pub(super) fn count_lost_bytes(&self, cx: &Context<'_>) {
         cx.shared.counters.no_memory.add(1);
         self.warn("connection reset: out of memory for its bytes");
-        self.reset_bridge(key, cx);
     }
 
     /// Resets the connections with the most copied bytes until an eighth of the device's overflow

@@ -6,7 +6,6 @@
 
 use super::flush::share_of;
 use super::outbound::HeldChain;
-use super::state::bridge::BridgePeer;
 use super::state::program::HostToken;
 use super::{Context, Device};
 use crate::header;
@@ -375,22 +374,15 @@ impl Device {
     fn deliver(&mut self, chain: Chain, arrival: Arrival, cx: &mut Context<'_>) {
         let Arrival { flow, len, ends } = arrival;
         if let Some(ends) = ends {
-            return self.receive_part(chain, flow, len, ends, cx);
+            return self.receive_part(chain, arrival, ends, cx);
         }
         self.moved += len as usize;
+        let Some((key, bridge)) = self.bridges.of_flow(flow) else {
+            return self.app_deliver(chain, arrival, cx);
+        };
         let Some(tx) = self.queues.rings.tx.as_mut() else {
             return;
         };
-        let Some((key, bridge)) = self.bridges.of_flow(flow) else {
-            // The device has no bridge for this flow: reset it rather than lose bytes.
-            tx.complete(chain, 0);
-            let _ = self.shard.reset(flow);
-            return;
-        };
-        if let BridgePeer::App(end) = &bridge.peer {
-            let id = end.id;
-            return self.app_deliver(id, chain, len, cx);
-        }
         bridge.from_guest += u64::from(len);
         if bridge.write_closed {
             tx.complete(chain, 0);

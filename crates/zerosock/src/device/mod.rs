@@ -8,8 +8,9 @@
 //! - The packet path does not allocate, lock or search.
 //!
 //! # Structure
-//! A `Device` belongs to one worker. It connects the rings to the protocol core and bridges each
-//! connection of the guest to a host socket, a sibling device or the embedding program:
+//! A `Device` belongs to one worker. It connects the rings to the protocol core and joins each
+//! connection of the guest to a host socket or a sibling device, by a bridge, or to a connection of
+//! the embedding program:
 //!
 //! - `from_guest`, `flush`: packets from the guest's transmit queue; payload goes by `sendmsg` from
 //!   guest memory into the socket;
@@ -101,7 +102,7 @@ impl Device {
     pub(super) fn publish_gauges(&mut self, cx: &Context<'_>) {
         let now = Gauges {
             connections: self.shard.occupied(),
-            bridges: self.bridges.len(),
+            bridges: self.bridges.len() + self.app.flows.len(),
             timers: self.timers.len() + self.shard.timers(),
             ports: self.shard.held_ports(),
         };
@@ -153,9 +154,7 @@ impl Device {
     fn add_bridge(&mut self, flow: FlowId, end: BridgePeer, cx: &Context<'_>) -> u32 {
         let mut bridge = Bridge::new(flow, end);
         let info = self.shard.flow(flow);
-        if info.is_some_and(|info| info.socket_type == SocketType::SeqPacket)
-            && !matches!(bridge.peer, BridgePeer::App(_))
-        {
+        if info.is_some_and(|info| info.socket_type == SocketType::SeqPacket) {
             bridge.messages = Some(Box::default());
         }
         cx.shared.counters.conns_added.add(1);

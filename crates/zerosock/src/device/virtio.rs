@@ -21,6 +21,7 @@ use zerosock_virtio::poller::EventKind;
 use zerosock_virtio::queues::{QueueSet, Quiesced, Rings, Scope};
 use zerosock_virtio::ring::Ring;
 
+use super::events::{GONE, RESET};
 use super::model::used_pairs;
 use super::state::bridge::{Bridge, BridgePeer};
 use super::{Context, Device, EVENT, RX, Shared, TX, VsockRings};
@@ -199,6 +200,9 @@ impl WorkerDevice for Device {
         for key in self.bridges.keys() {
             self.end_bridge(key, cx);
         }
+        for flow in self.app.flows.all() {
+            self.end_app(flow, false, GONE, cx);
+        }
         self.stop_listening(cx);
         self.queues.link = None;
         command::disconnect(self, cx);
@@ -215,7 +219,10 @@ impl WorkerDevice for Device {
         for key in self.bridges.keys() {
             self.reset_bridge(key, cx);
         }
-        self.end_associations("reset by the daemon", cx);
+        for flow in self.app.flows.all() {
+            self.reset_app(flow, cx);
+        }
+        self.end_associations(RESET, cx);
         self.turn(cx);
         // Also what the turn has put off: the next daemon would see these packets again.
         for ring in self.queues.rings.running() {

@@ -38,7 +38,6 @@ mod config;
 mod datagrams;
 mod errors;
 mod events;
-mod flows;
 #[cfg(test)]
 mod hostile_tests;
 mod intake;

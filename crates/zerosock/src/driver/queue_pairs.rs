@@ -15,12 +15,12 @@ use zerosock_proto::{Address, Port};
 use zerosock_ring::{AddError, GuestSlice};
 
 use super::arena::{PAYLOAD, PairSlots};
-use super::flows::Flows;
 use super::queues::{RxQueue, TxQueue};
 use super::{Driver, StreamId};
 use crate::device::placing::SPARE_PORTS;
 use crate::header;
 use crate::table::coalesced::CoalescedWrites;
+use crate::table::flows::Flows;
 use crate::table::outgoing::Outgoing;
 use crate::table::sockets::Waiters;
 

@@ -138,9 +138,8 @@ impl Device {
                 }
             }
             BridgePeer::Sibling(s) => {
-                let (to, from) = (s.peer.flow, Peer::new(self.addr, flow));
-                let message = SiblingMessage::Accepted { to, from };
-                cx.outbox.send(s.peer.device, message);
+                let Peer { device, flow: to } = s.peer;
+                cx.outbox.send(device, SiblingMessage::Accepted { to });
                 bridge.readable = !s.is_drained();
                 // A sibling counts as writable until it stalls.
                 bridge.writable = true;

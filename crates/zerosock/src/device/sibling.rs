@@ -173,7 +173,7 @@ impl Device {
                 peer,
                 socket_type,
             } => self.sibling_connects(from, local, peer, socket_type, cx),
-            SiblingMessage::Accepted { to, from } => self.sibling_accepted(to, from, cx),
+            SiblingMessage::Accepted { to } => self.sibling_accepted(to, cx),
             SiblingMessage::Lent {
                 to,
                 from,
@@ -298,17 +298,15 @@ impl Device {
         self.add_bridge(flow, BridgePeer::Sibling(SiblingPeer::new(from)), cx);
     }
 
-    fn sibling_accepted(&mut self, to: FlowId, from: Peer, cx: &mut Context<'_>) {
+    fn sibling_accepted(&mut self, to: FlowId, cx: &mut Context<'_>) {
+        // If our guest has given up, the sibling was told so then.
         let Some((_, bridge)) = self.bridges.of_flow(to) else {
-            // Our guest has given up already.
-            cx.outbox
-                .send(from.device, SiblingMessage::Reset { to: from.flow });
             return;
         };
-        if !matches!(bridge.peer, BridgePeer::Asked(_)) {
+        let BridgePeer::Asked(Some(peer)) = bridge.peer else {
             return;
-        }
-        bridge.peer = BridgePeer::Sibling(SiblingPeer::new(from));
+        };
+        bridge.peer = BridgePeer::Sibling(SiblingPeer::new(peer));
         bridge.open = true;
         bridge.writable = true;
         let _ = self.shard.accept(cx.now, to);

@@ -37,8 +37,8 @@ pub(crate) enum SiblingMessage {
     Asking { to: FlowId, from: Peer },
     /// The other immediate answer to `Connect`: the guest cannot be asked.
     Refused { to: FlowId },
-    /// The guest has accepted; `from` is the other side from now on.
-    Accepted { to: FlowId, from: Peer },
+    /// The guest has accepted.
+    Accepted { to: FlowId },
     /// Bytes in the sending guest's memory. Return the chain when they have been read.
     Lent {
         to: FlowId,
@@ -161,7 +161,7 @@ impl SiblingMessage {
                 let to = from.flow;
                 Some((from.device, SiblingMessage::Refused { to }))
             }
-            SiblingMessage::Asking { from, .. } | SiblingMessage::Accepted { from, .. } => {
+            SiblingMessage::Asking { from, .. } => {
                 let to = from.flow;
                 Some((from.device, SiblingMessage::Reset { to }))
             }
@@ -185,6 +185,7 @@ impl SiblingMessage {
             | SiblingMessage::DatagramDone { .. }
             | SiblingMessage::DatagramControl(_)
             | SiblingMessage::Refused { .. }
+            | SiblingMessage::Accepted { .. }
             | SiblingMessage::Copied { .. }
             | SiblingMessage::Ended { .. }
             | SiblingMessage::ReadEmpty { .. }
@@ -256,15 +257,11 @@ mod tests {
             panic!("a connect without an answer");
         };
         assert_eq!((to, told), (device, flow));
-        for message in [
-            SiblingMessage::Asking { to: flow, from },
-            SiblingMessage::Accepted { to: flow, from },
-        ] {
-            let Some((to, SiblingMessage::Reset { to: told })) = message.undeliverable() else {
-                panic!("a half-open connection without an answer");
-            };
-            assert_eq!((to, told), (device, flow));
-        }
+        let asking = SiblingMessage::Asking { to: flow, from };
+        let Some((to, SiblingMessage::Reset { to: told })) = asking.undeliverable() else {
+            panic!("a half-open connection without an answer");
+        };
+        assert_eq!((to, told), (device, flow));
         assert!(SiblingMessage::Reset { to: flow }.undeliverable().is_none());
     }
 }

@@ -136,11 +136,6 @@ impl Caller {
                 let info = self.shard.flow(flow).unwrap();
                 assert!(len > 0 && info.unread >= len);
             }
-            // There is no other pair.
-            Disposition::Move { flow, .. } => self.shard.decline_move(flow, 0).unwrap(),
-            Disposition::Moved { .. } | Disposition::MovedStray { .. } => {
-                panic!("a device does not request moves")
-            }
             Disposition::Part { flow, len, flags } => {
                 let info = self.shard.flow(flow).unwrap();
                 assert!(info.unread >= len && info.socket_type == SocketType::SeqPacket);
@@ -294,7 +289,7 @@ fn run(first: u32, accept_all: bool, seqpacket: bool, steps: Vec<Step>) {
     let ports = Arc::new(PortTable::new());
     let mut shard = Shard::new(config, ports.clone());
     shard.set_seqpacket(seqpacket);
-    shard.set_moves(seqpacket);
+    shard.set_declines_moves(seqpacket.then_some(0));
     for port in 0..2 {
         shard.listen(Port::new(port), BACKLOG).unwrap();
     }

@@ -238,9 +238,6 @@ impl World {
                 }
                 Disposition::Part { .. } => panic!("a stream has no messages"),
                 Disposition::Handled => {}
-                Disposition::Move { .. }
-                | Disposition::Moved { .. }
-                | Disposition::MovedStray { .. } => panic!("moves were not negotiated"),
                 Disposition::Dropped(reason) => {
                     assert!(
                         matches!(

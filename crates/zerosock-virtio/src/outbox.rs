@@ -16,7 +16,6 @@ pub struct DeviceAddr {
 #[derive(Debug)]
 pub struct Outbox<M> {
     worker: u32,
-    urgent: VecDeque<(u32, M)>,
     local: VecDeque<(u32, M)>,
     remote: VecDeque<(DeviceAddr, M)>,
 }
@@ -26,7 +25,6 @@ impl<M> Outbox<M> {
     pub fn new(worker: u32) -> Outbox<M> {
         Outbox {
             worker,
-            urgent: VecDeque::new(),
             local: VecDeque::new(),
             remote: VecDeque::new(),
         }
@@ -54,21 +52,6 @@ impl<M> Outbox<M> {
         }
     }
 
-    /// As [`send`](Self::send). A device of the same worker gets the message before any other, and
-    /// before the worker does anything else: for what must not be between two devices.
-    pub fn send_urgent(&mut self, to: DeviceAddr, message: M) {
-        if to.worker == self.worker {
-            self.urgent.push_back((to.number, message));
-        } else {
-            self.remote.push_back((to, message));
-        }
-    }
-
-    /// The next urgent message to a device of the same worker.
-    pub fn pop_urgent(&mut self) -> Option<(u32, M)> {
-        self.urgent.pop_front()
-    }
-
     /// The next message to a device of the same worker: its number there, and the message.
     pub fn pop_local(&mut self) -> Option<(u32, M)> {
         self.local.pop_front()
@@ -81,6 +64,6 @@ impl<M> Outbox<M> {
 
     /// Whether no message waits.
     pub fn is_empty(&self) -> bool {
-        self.urgent.is_empty() && self.local.is_empty() && self.remote.is_empty()
+        self.local.is_empty() && self.remote.is_empty()
     }
 }

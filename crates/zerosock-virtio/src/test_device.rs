@@ -46,18 +46,13 @@ pub(crate) enum Note {
     Bytes(usize),
     /// Recorded by its receiver.
     Number(u32),
-    /// The receiver sends this number to itself, and then this one to another, urgently.
-    Forward {
-        later: u32,
-        urgent: (DeviceAddr, u32),
-    },
 }
 
 impl Message for Note {
     fn copied_bytes(&self) -> usize {
         match self {
             Note::Bytes(bytes) => *bytes,
-            _ => 0,
+            Note::Number(_) => 0,
         }
     }
 }
@@ -92,10 +87,6 @@ impl WorkerDevice for TestDevice {
         match message {
             Note::Bytes(bytes) => cx.shared.0.push(bytes),
             Note::Number(number) => self.calls.push(Call::Note(number)),
-            Note::Forward { later, urgent } => {
-                cx.outbox.send(self.addr, Note::Number(later));
-                cx.outbox.send_urgent(urgent.0, Note::Number(urgent.1));
-            }
         }
     }
 

@@ -2,7 +2,6 @@
 
 use std::io;
 
-use super::calibration::Class;
 use super::message::{Failed, Sent};
 use super::slots::{Attached, Ticket};
 use super::stats::CopyReason;
@@ -26,14 +25,8 @@ pub(super) struct InFlightSend {
     pub(super) total: usize,
     /// Bytes that the kernel has taken.
     pub(super) sent: usize,
-    /// How the next request is made.
-    pub(super) mode: SendMode,
-    /// Why `mode` is a copy, if it is.
+    /// Why its next request is a copy; none if it is made without one.
     pub(super) copy_reason: Option<CopyReason>,
-    /// The buffer was expected to lie in registered memory when it was accepted.
-    pub(super) registered: bool,
-    /// The calibration class, if the cost of this send can be measured.
-    pub(super) class: Option<Class>,
     /// The error number with which it failed.
     pub(super) failure: Option<i32>,
     /// How often it waited for memory.
@@ -45,9 +38,6 @@ pub(super) struct InFlightSend {
     /// Sent with MSG_MORE.
     pub(super) more: bool,
     pub(super) part: DatagramPart,
-    /// The number of the submission ([`Measurement`](super::measurement::Measurement)) of its last
-    /// request.
-    pub(super) submission: u64,
     /// A request was made of it.
     pub(super) started: bool,
     /// The kernel took all of it, or it failed.
@@ -81,17 +71,13 @@ impl InFlightSend {
             attached: None,
             total: 0,
             sent: 0,
-            mode: SendMode::Copy,
             copy_reason: None,
-            registered: false,
-            class: None,
             failure: None,
             rounds: 0,
             gathered: 0,
             flush: false,
             more: false,
             part: DatagramPart::Whole,
-            submission: 0,
             started: false,
             finished: false,
             kept: false,
@@ -101,9 +87,16 @@ impl InFlightSend {
         }
     }
 
+    /// How its next request is made.
+    pub(super) fn mode(&self) -> SendMode {
+        match self.copy_reason {
+            Some(_) => SendMode::Copy,
+            None => SendMode::ZeroCopy,
+        }
+    }
+
     /// Copies it from now on.
     pub(super) fn copy_for(&mut self, reason: CopyReason) {
-        self.mode = SendMode::Copy;
         self.copy_reason.get_or_insert(reason);
     }
 

@@ -199,14 +199,14 @@
 //! - Kernel TLS in Linux 6.1 can drop the last records of a socket that is full when it is closed.
 #![deny(unsafe_code)]
 
-mod calibration;
+mod backend_choice;
 mod close;
+mod copy_feedback;
 mod cork;
 mod in_flight;
 mod indexed_queue;
 mod late_sends;
 mod limit;
-mod measurement;
 mod message;
 pub mod notifications;
 mod pieces;
@@ -226,12 +226,11 @@ pub mod tokio;
 
 pub use close::{CloseOutcome, Closed, KeepReason, StillBusy};
 pub use message::{Copying, Failed, Outgoing, Refusal, Refused, Returned, Sent};
-pub use policy::Threshold;
 pub use ranges::Completion;
 pub use sender::{Interest, Sender, SenderBuilder, SenderOpenError};
 pub use shared::SharedSender;
 pub use slots::{NoSuchSlot, Notification};
-pub use stats::{OffReason, SenderReport, SenderStats, ThresholdBasis};
+pub use stats::{OffReason, SenderReport, SenderStats};
 pub use sys::{
     Buf, FileMap, FilePart, Mapped, Pool, PoolBuf, SendBackend, SocketAddress, SocketKind, Stable,
 };

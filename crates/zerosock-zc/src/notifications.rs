@@ -10,12 +10,13 @@
 //! [`permit`] zero-copy sends first. After the first send, compare the memory for [`reports`] with
 //! that before: if it has not grown, the kernel has copied and reports neither this send nor a later one
 //! (a BPF program sees the bytes of the socket, for instance). Then [`read`] the error queue at each
-//! EPOLLERR. No other sender may use MSG_ZEROCOPY on the socket.
+//! EPOLLERR. [`CopyFeedback`] says whether zero copy pays on the socket. No other sender may use MSG_ZEROCOPY on the socket.
 
 use std::io;
 use std::os::fd::AsFd;
 
 use crate::Completion;
+pub use crate::copy_feedback::CopyFeedback;
 use crate::sys;
 
 /// Permits zero-copy sends (SO_ZEROCOPY). Returns whether the kernel can send from this socket without

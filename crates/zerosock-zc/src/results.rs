@@ -62,13 +62,12 @@ impl<B: Stable> SendQueue<B> {
         let code = match result {
             Ok(sent) => {
                 send.sent += sent;
-                match send.mode {
+                match send.mode() {
                     SendMode::Copy => send.copied = true,
                     SendMode::ZeroCopy => send.in_place = true,
                 }
                 let whole = send.sent >= send.total || !self.stream;
                 if whole {
-                    self.measurement.ended(send.submission);
                     self.piece_taken(key);
                     self.finish(key);
                 } else if sent > 0 {
@@ -97,7 +96,7 @@ impl<B: Stable> SendQueue<B> {
             return;
         };
         let cancelled = send.cancelled;
-        match ErrorClass::of(code, send.mode, self.whole) {
+        match ErrorClass::of(code, send.mode(), self.whole) {
             ErrorClass::Failed => {
                 if self.stream && self.broken.is_none() {
                     self.broken = Some(code);
@@ -172,7 +171,7 @@ impl<B: Stable> SendQueue<B> {
             return;
         };
         let send = |key: Key| self.sends.get(key.index());
-        let mode = send(cause).map_or(SendMode::Copy, |send| send.mode);
+        let mode = send(cause).map_or(SendMode::Copy, |send| send.mode());
         let any = |is: fn(&InFlightSend) -> bool| {
             let mut pieces = failed.iter().filter_map(|&(key, _)| send(key));
             pieces.any(is)

@@ -24,15 +24,14 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::net::{Shutdown, shutdown};
 
-use super::calibration;
+use super::backend_choice;
 use super::cork::Cork;
 use super::in_flight::{self, CANCELLED, DatagramPart, InFlightSend};
 use super::limit::Limit;
-use super::measurement::Measurement;
 use super::message::{Copying, Outgoing, Refusal, Returned};
 use super::policy::Policy;
 use super::ranges::Ranges;
@@ -97,18 +96,12 @@ pub(super) struct SendQueue<B: Stable> {
     next: u32,
     /// Number of sends accepted.
     accepted: u64,
-    pub(super) measurement: Measurement,
     pub(super) limit: Limit,
 }
 
 impl<B: Stable> SendQueue<B> {
-    pub(super) fn new(
-        zc_socket: ZcSocket<B>,
-        stream: bool,
-        capacity: u32,
-        slots: Slots,
-        policy: Policy,
-    ) -> Self {
+    pub(super) fn new(zc_socket: ZcSocket<B>, capacity: u32, slots: Slots, policy: Policy) -> Self {
+        let stream = zc_socket.kind().is_stream();
         Self {
             whole: stream && zc_socket.backend() == SendBackend::Uring,
             cork: Cork::new(!stream && zc_socket.backend() != SendBackend::Copy),
@@ -139,7 +132,6 @@ impl<B: Stable> SendQueue<B> {
             free: VecDeque::new(),
             next: 0,
             accepted: 0,
-            measurement: Measurement::default(),
             limit: Limit::default(),
         }
     }
@@ -157,7 +149,6 @@ impl<B: Stable> SendQueue<B> {
             return Err((outgoing, Refusal::Broken(in_flight::error(error))));
         }
         let total = outgoing.buffer.total();
-        let registered = self.zc_socket.expects_registered(&outgoing.buffer);
         let Outgoing {
             buffer,
             to,
@@ -183,11 +174,7 @@ impl<B: Stable> SendQueue<B> {
                 return Err((outgoing, Refusal::Full));
             }
         };
-        let mode = match total {
-            0 => SendMode::Copy,
-            _ => self.policy.mode(copying, total, registered),
-        };
-        let copy_reason = (mode == SendMode::Copy).then(|| self.policy.copy_reason(copying));
+        let copy_reason = self.policy.copy_reason(copying, total);
         let number = (copying != Copying::Always).then(|| {
             let number = self.next;
             self.next = number.wrapping_add(1);
@@ -200,13 +187,7 @@ impl<B: Stable> SendQueue<B> {
                 number,
                 ticket,
                 total,
-                mode,
                 copy_reason,
-                registered,
-                class: match copying {
-                    Copying::Auto if total > 0 => self.policy.class(registered, total),
-                    _ => None,
-                },
                 flush,
                 more,
                 part: match self.stream {
@@ -227,7 +208,6 @@ impl<B: Stable> SendQueue<B> {
     /// while more can be started.
     pub(super) fn submit(&mut self) -> io::Result<()> {
         self.enforce_limit();
-        self.policy.submitted();
         if self.queued.is_empty() && self.retries.is_empty() {
             self.zc_socket.submit()?;
             if self.zc_socket.room() == 0 && self.is_at_once() {
@@ -240,14 +220,8 @@ impl<B: Stable> SendQueue<B> {
         let at_once = self.is_at_once();
         while self.may_start() {
             self.full &= !at_once;
-            let begun = self.is_measured_next().then(Instant::now);
-            self.measurement = self.measurement.next();
             let started = self.start_all(at_once)?;
-            let took = begun.map(|begun| begun.elapsed());
             self.process_events();
-            if let Some(took) = took {
-                self.measurement.record(took, &self.policy);
-            }
             if started == 0 || self.full && at_once {
                 break;
             }
@@ -308,14 +282,14 @@ impl<B: Stable> SendQueue<B> {
             let rest = send.total.saturating_sub(send.sent);
             match before {
                 None => {
-                    left = match send.mode {
+                    left = match send.mode() {
                         SendMode::ZeroCopy => self.gather,
                         SendMode::Copy => GATHERED,
                     };
                 }
                 // MSG_MORE of the last send would delay an earlier one that has no MSG_MORE.
                 Some(before) => {
-                    let uniform = before.mode == send.mode && (before.more || !send.more);
+                    let uniform = before.mode() == send.mode() && (before.more || !send.more);
                     if !(uniform && send.sent == 0 && rest <= left) {
                         return;
                     }
@@ -357,7 +331,7 @@ impl<B: Stable> SendQueue<B> {
             let follows = started + run.len() < count && !one_by_one;
             let last = run.last().and_then(|key| self.sends.get(key.index()));
             let submission = Submission {
-                mode: send.mode,
+                mode: send.mode(),
                 from: send.sent,
                 whole: self.whole,
                 linked: follows && (self.stream || send.part != DatagramPart::Whole && send.more),
@@ -370,7 +344,7 @@ impl<B: Stable> SendQueue<B> {
                     let mut bytes = 0;
                     for &key in run.iter().take(one.places) {
                         self.pop();
-                        bytes += self.started(key, one.registered);
+                        bytes += self.started(key);
                     }
                     if let Some(first) = self.sends.get_mut(key.index()) {
                         first.gathered = if one.places > 1 { bytes } else { 0 };
@@ -413,19 +387,12 @@ impl<B: Stable> SendQueue<B> {
 
     /// Takes note that a request of a send was started. Returns how many of its bytes are in the
     /// request.
-    fn started(&mut self, key: Key, registered: bool) -> usize {
+    fn started(&mut self, key: Key) -> usize {
         self.open += 1;
         let Some(send) = self.sends.get_mut(key.index()) else {
             return 0;
         };
         send.started = true;
-        send.submission = self.measurement.number;
-        if send.mode == SendMode::ZeroCopy && registered != send.registered {
-            // Its cost is that of another class.
-            send.class = None;
-        }
-        let one = send.class.map(|class| (class, send.mode));
-        self.measurement.started(one);
         send.total.saturating_sub(send.sent)
     }
 
@@ -529,20 +496,12 @@ impl<B: Stable> SendQueue<B> {
         self.zc_socket
             .wait(self.time_left().into_iter().chain(timeout).min())
     }
-
-    fn is_measured_next(&self) -> bool {
-        let mut next = self.retries.iter().chain(&self.queued);
-        let first = next.next().and_then(|key| self.sends.get(key.index()));
-        first
-            .and_then(|first| first.class)
-            .is_some_and(calibration::is_open)
-    }
 }
 
 impl<B: Stable> Drop for SendQueue<B> {
     fn drop(&mut self) {
         if self.keeps_ranges {
-            calibration::record_use(self.policy.kind(), self.accepted, self.asked);
+            backend_choice::record_use(self.zc_socket.kind(), self.accepted, self.asked);
         }
         if self.shut_down || self.zc_socket.is_forked() {
             return;

@@ -3,7 +3,6 @@
 use std::io::Read;
 use std::net::{TcpListener, TcpStream, UdpSocket};
 
-use super::super::policy::Threshold;
 use super::super::stats::CopyReason;
 use super::*;
 
@@ -17,9 +16,8 @@ fn queue_over(backend: SendBackend) -> SendQueue<Vec<u8>> {
     let address = socket.local_addr().expect("an address");
     socket.connect(address).expect("loopback");
     let opened = ZcSocket::open(socket.into(), 8, Some(backend));
-    let (zc_socket, kind) = opened.expect("a zc_socket");
-    let policy = Policy::new(kind, backend, Threshold::Measured);
-    SendQueue::new(zc_socket, false, 8, Slots::new([0]), policy)
+    let policy = Policy::new(backend, 10_000);
+    SendQueue::new(opened.expect("a zc_socket"), 8, Slots::new([0]), policy)
 }
 
 #[test]
@@ -150,10 +148,10 @@ fn consecutive_sends_of_one_mode_form_one_request() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let socket = TcpStream::connect(listener.local_addr().expect("an address"));
     let socket = socket.expect("loopback").into();
-    let (zc_socket, kind) =
+    let zc_socket =
         ZcSocket::<Vec<u8>>::open(socket, 8, Some(SendBackend::ErrorQueue)).expect("a zc_socket");
-    let policy = Policy::new(kind, SendBackend::ErrorQueue, Threshold::Measured);
-    let mut queue = SendQueue::new(zc_socket, true, 8, Slots::new([0]), policy);
+    let policy = Policy::new(SendBackend::ErrorQueue, 10_000);
+    let mut queue = SendQueue::new(zc_socket, 8, Slots::new([0]), policy);
     let (never, always) = (Copying::Never, Copying::Always);
     for (copying, more) in [
         (never, false),
@@ -226,12 +224,11 @@ fn a_stream_without_msg_waitall_has_one_request_at_a_time() {
     let socket = TcpStream::connect(listener.local_addr().expect("an address"));
     let mut peer = listener.accept().expect("a stream").0;
     let socket = socket.expect("loopback").into();
-    let Ok((zc_socket, kind)) = ZcSocket::<Vec<u8>>::open(socket, 8, Some(SendBackend::Uring))
-    else {
+    let Ok(zc_socket) = ZcSocket::<Vec<u8>>::open(socket, 8, Some(SendBackend::Uring)) else {
         return eprintln!("SKIPPED io_uring: a_stream_whose_requests_cannot_be_whole");
     };
-    let policy = Policy::new(kind, SendBackend::Uring, Threshold::Measured);
-    let mut queue = SendQueue::new(zc_socket, true, 8, Slots::new([0]), policy);
+    let policy = Policy::new(SendBackend::Uring, 10_000);
+    let mut queue = SendQueue::new(zc_socket, 8, Slots::new([0]), policy);
     for byte in 0..4 {
         let outgoing = Outgoing::new(vec![byte; 60_000]).copying(Copying::Always);
         assert!(queue.accept(outgoing).is_ok());

@@ -5,16 +5,16 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use super::calibration;
+use super::backend_choice;
 use super::message::too_many_pieces;
-use super::policy::{Policy, Threshold};
+use super::policy::Policy;
 use super::send_queue::SendQueue;
 use super::slots::Slots;
 use super::{
     Completion, NoSuchSlot, Notification, Outgoing, Refusal, Refused, Returned, SenderReport,
-    SenderStats, ThresholdBasis,
+    SenderStats,
 };
-use crate::sys::{Buf, SendBackend, SocketKind, Stable, ZcSocket, kind, permit_zero_copy};
+use crate::sys::{Buf, SendBackend, Stable, ZcSocket, kind, permit_zero_copy};
 
 /// The most completions that one send can return.
 const MAX_COMPLETIONS: usize = 16;
@@ -60,7 +60,7 @@ pub struct SenderBuilder {
     backend: Option<SendBackend>,
     capacity: u32,
     tags: Vec<u64>,
-    threshold: Threshold,
+    threshold: Option<usize>,
     inline: bool,
     discard: bool,
     limit: Option<Duration>,
@@ -72,7 +72,7 @@ impl Default for SenderBuilder {
             backend: None,
             capacity: DEFAULT_CAPACITY,
             tags: vec![0],
-            threshold: Threshold::Measured,
+            threshold: None,
             inline: false,
             discard: false,
             limit: None,
@@ -106,11 +106,12 @@ impl SenderBuilder {
         self
     }
 
-    /// The length from which on buffers go in place, for sends with
-    /// [`Copying::Auto`](super::Copying::Auto).
+    /// The length in bytes from which on buffers go in place, for sends with
+    /// [`Copying::Auto`](super::Copying::Auto). The default depends on the
+    /// [kind of socket](super::SocketKind::zero_copy_threshold).
     #[must_use]
-    pub fn threshold(mut self, threshold: Threshold) -> Self {
-        self.threshold = threshold;
+    pub fn threshold(mut self, bytes: usize) -> Self {
+        self.threshold = Some(bytes);
         self
     }
 
@@ -182,7 +183,7 @@ impl SenderBuilder {
         let socket = socket.into();
         let backend = self.backend.or_else(|| self.preferred_backend(&socket));
         let opened = ZcSocket::open(socket, self.capacity, backend);
-        let (zc_socket, kind) = opened.map_err(|error| match (error.kind(), self.backend) {
+        let zc_socket = opened.map_err(|error| match (error.kind(), self.backend) {
             (io::ErrorKind::Unsupported, Some(backend)) => SenderOpenError::Unavailable(backend),
             (io::ErrorKind::Unsupported, None) => SenderOpenError::Messages,
             _ if error.raw_os_error() == Some(rustix::io::Errno::NOTSOCK.raw_os_error()) => {
@@ -190,24 +191,23 @@ impl SenderBuilder {
             }
             _ => SenderOpenError::Call(error),
         })?;
-        let policy = Policy::new(kind, zc_socket.backend(), self.threshold);
+        let threshold = zc_socket.kind().zero_copy_threshold();
+        let policy = Policy::new(zc_socket.backend(), self.threshold.unwrap_or(threshold));
         let slots = Slots::new(self.tags);
-        let mut queue = SendQueue::new(zc_socket, kind.is_stream(), self.capacity, slots, policy);
+        let mut queue = SendQueue::new(zc_socket, self.capacity, slots, policy);
         queue.keeps_ranges = self.inline;
         queue.returns_buffers = !self.discard;
         queue.limit.time = self.limit;
         Ok(Sender {
             queue,
-            kind,
             capacity: self.capacity as usize,
-            threshold: self.threshold,
             seen_events: 0,
         })
     }
 
     /// The error queue if it is better for completions and the socket has it.
     fn preferred_backend(&self, socket: &OwnedFd) -> Option<SendBackend> {
-        let is_better = self.inline && calibration::prefers_error_queue(kind(socket).ok()?);
+        let is_better = self.inline && backend_choice::prefers_error_queue(kind(socket).ok()?);
         (is_better && permit_zero_copy(socket).ok()?).then_some(SendBackend::ErrorQueue)
     }
 }
@@ -248,9 +248,7 @@ impl SenderBuilder {
 /// they are; it must not use it.
 pub struct Sender<B: Stable = Buf> {
     pub(super) queue: SendQueue<B>,
-    kind: SocketKind,
     pub(super) capacity: usize,
-    threshold: Threshold,
     /// [`event_count`](Self::event_count) at the end of the last wait.
     seen_events: u64,
 }
@@ -567,25 +565,14 @@ impl<B: Stable> Sender<B> {
         self.queue.cancel()
     }
 
-    /// The back-end and socket of the sender, and its thresholds.
+    /// The back-end and socket of the sender, and its threshold.
     #[must_use]
     pub fn report(&self) -> SenderReport {
-        let threshold = |registered| match self.threshold {
-            Threshold::Bytes(bytes) => (Some(bytes), ThresholdBasis::Configured),
-            Threshold::Measured => {
-                let backend = self.queue.zc_socket.backend();
-                calibration::threshold(self.kind, backend, registered)
-            }
-        };
-        let (plain, registered) = (threshold(false), threshold(true));
         SenderReport {
             backend: self.queue.zc_socket.backend(),
             uring_refused: self.queue.zc_socket.ring_refused(),
-            socket: self.kind,
-            threshold: plain.0,
-            threshold_basis: plain.1,
-            registered_threshold: registered.0,
-            registered_threshold_basis: registered.1,
+            socket: self.queue.zc_socket.kind(),
+            threshold: self.queue.policy.threshold,
             off: self.queue.policy.off(),
             registered: self.queue.zc_socket.registered(),
         }
@@ -662,6 +649,7 @@ impl<B: Stable> AsFd for Sender<B> {
 
 impl<B: Stable> std::fmt::Debug for Sender<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Sender({:?}, {:?})", self.report().backend, self.kind)
+        let report = self.report();
+        write!(f, "Sender({:?}, {:?})", report.backend, report.socket)
     }
 }

@@ -48,7 +48,7 @@ pub struct SenderStats {
     pub in_place: u64,
     /// Sends that were copied because of [`Copying::Always`](super::Copying::Always).
     pub copied_on_request: u64,
-    /// Sends that were copied because that is cheaper for their length, or was measured.
+    /// Sends that were copied because that is cheaper for their length.
     pub copied_short: u64,
     /// Sends that were copied because zero copy is off ([`SenderReport::off`]).
     pub copied_off: u64,
@@ -100,7 +100,7 @@ impl SenderStats {
 pub(super) enum CopyReason {
     /// The program asked for it.
     Request,
-    /// A copy is cheaper for this length, or is being measured.
+    /// A copy is cheaper for this length.
     Short,
     /// Zero copy is off.
     Off,
@@ -117,7 +117,7 @@ pub enum OffReason {
     /// The kernel refuses to send from this socket without a copy, for good.
     RefusedByKernel,
     /// The kernel copied the last sends after all, as it does on the loopback device. Zero copy is tried again
-    /// after 1024 sends, and after each failure after twice as many.
+    /// after 1 MiB was copied, and after each failure after twice as much, at most 1 GiB.
     CopiedByKernel,
 }
 
@@ -157,22 +157,7 @@ impl fmt::Display for SenderStats {
     }
 }
 
-/// How a [threshold](SenderReport::threshold) is known, or that there is none.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-#[non_exhaustive]
-pub enum ThresholdBasis {
-    /// It was set with [`SenderBuilder::threshold`](super::SenderBuilder::threshold).
-    Configured,
-    /// No length is decided yet, or none will be because the back-end copies.
-    Unknown,
-    /// The length classes below and above it were measured, as far as they are decided.
-    Measured,
-    /// One of these classes could not be measured, because sockets were full or sends of several
-    /// lengths were submitted together. It goes in place from 16 KiB on, until it is measured.
-    Assumed,
-}
-
-/// The back-end and socket of a sender, and the thresholds it uses.
+/// The back-end and socket of a sender, and the threshold it uses.
 #[derive(Copy, Clone, Debug)]
 #[non_exhaustive]
 pub struct SenderReport {
@@ -183,22 +168,13 @@ pub struct SenderReport {
     pub uring_refused: Option<io::ErrorKind>,
     /// The kind of its socket.
     pub socket: SocketKind,
-    /// The length in bytes from which on sends go in place: as configured, or the shortest from
-    /// which on every decided length class goes in place, for this kind of socket and back-end in
-    /// the whole process. None while there is no such length. A class that is not decided is sent
-    /// both ways for now, also above the threshold, and each class is measured anew after a million
-    /// sends. See also `off`.
-    pub threshold: Option<usize>,
-    /// How `threshold` is known.
-    pub threshold_basis: ThresholdBasis,
-    /// The same for pool memory, which costs less because io_uring registers it.
-    pub registered_threshold: Option<usize>,
-    /// How `registered_threshold` is known.
-    pub registered_threshold_basis: ThresholdBasis,
+    /// The length in bytes from which on sends go in place, if zero copy is not `off`: as configured
+    /// ([`SenderBuilder::threshold`](super::SenderBuilder::threshold)), or that of the kind of socket.
+    pub threshold: usize,
     /// Why zero copy is off, if it is.
     pub off: Option<OffReason>,
     /// Number of pool arenas (of up to 1 GiB each) that are registered with the kernel, at most 64.
-    /// Sends from other arenas are counted, and measured, as sends from other memory.
+    /// Sends from other arenas are counted as sends from other memory.
     pub registered: usize,
 }
 
@@ -209,16 +185,9 @@ impl fmt::Display for SenderReport {
         if let Some(refused) = self.uring_refused {
             write!(f, ", io_uring: {refused}")?;
         }
-        match (self.off, self.threshold) {
-            (Some(reason), _) => write!(f, ", zero copy off: {reason}"),
-            (None, Some(bytes)) => {
-                write!(
-                    f,
-                    ", in place from {bytes} bytes ({:?})",
-                    self.threshold_basis
-                )
-            }
-            (None, None) => write!(f, ", no threshold ({:?})", self.threshold_basis),
+        match self.off {
+            Some(reason) => write!(f, ", zero copy off: {reason}"),
+            None => write!(f, ", in place from {} bytes", self.threshold),
         }
     }
 }

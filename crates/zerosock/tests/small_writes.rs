@@ -380,38 +380,6 @@ fn what_is_gathered_fits_no_single_buffer_of_the_guests() {
     assert!(got == all);
 }
 
-/// A connection that moves to another queue pair takes nothing with it that waits: that leaves
-/// first, at either end.
-#[test]
-fn what_waits_leaves_before_its_connection_moves() {
-    let hosted = Hosted::tuned(|builder| builder.queue_pairs(3));
-    let endpoint = Endpoint::builder()
-        .queue_pairs(3)
-        .attach_device(hosted.socket_path(0))
-        .unwrap();
-    let (near, far) = connected(&hosted, &endpoint);
-    near.set_coalesce(true);
-    far.set_coalesce(true);
-    let (there, back) = (bytes(12, 6 * 500), bytes(13, 6 * 500));
-    for (there, back) in there.chunks(500).zip(back.chunks(500)) {
-        for (there, back) in there.chunks(1).zip(back.chunks(1)) {
-            (&near).write_all(there).unwrap();
-            (&far).write_all(back).unwrap();
-            // Its endpoint takes in what has come.
-            near.unread();
-        }
-        let next = (near.queue_pair() + 1) % 3;
-        near.move_to_queue_pair(next).unwrap();
-        assert_eq!(near.queue_pair(), next);
-    }
-    for (mut reader, writer, all) in [(&far, &near, there), (&near, &far, back)] {
-        (&mut &*writer).flush().unwrap();
-        let mut got = vec![0; all.len()];
-        reader.read_exact(&mut got).unwrap();
-        assert!(got == all);
-    }
-}
-
 /// SO_VM_SOCKETS_BUFFER_SIZE may be 128. With nothing outstanding each byte leaves at once, and not
 /// after a timer that doubles up to a second.
 #[test]

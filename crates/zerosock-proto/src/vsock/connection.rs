@@ -129,31 +129,21 @@ pub(crate) struct Control {
     pub(crate) no_socket: bool,
     pub(crate) request: bool,
     pub(crate) response: bool,
+    /// MOVED, which declines MOVE of an older driver.
+    pub(crate) moved: bool,
     pub(crate) credit_update: bool,
     pub(crate) credit_request: bool,
 }
 
 impl Control {
     pub(crate) fn any(self) -> bool {
-        self.rst || self.request || self.response || self.credit_update || self.credit_request
+        self.rst
+            || self.request
+            || self.response
+            || self.moved
+            || self.credit_update
+            || self.credit_request
     }
-}
-
-/// The progress of a move to another queue pair (docs/queue-pairs.md).
-#[derive(Copy, Clone, Eq, PartialEq, Default, Debug)]
-pub(crate) enum MoveState {
-    #[default]
-    No,
-    /// Driver: MOVE to that pair is queued, and nothing may be sent behind it.
-    RequestQueued(u16),
-    /// Driver: MOVE was sent.
-    RequestSent,
-    /// Device: MOVE was received; the caller is to extract the connection or decline.
-    Requested,
-    /// Device: the caller declined; MOVED that names the present pair is queued.
-    DeclineQueued(u16),
-    /// Device: the connection was moved; no packet has arrived from the driver here.
-    AwaitingDriver,
 }
 
 /// Events waiting to be polled: at most one of each kind.
@@ -255,7 +245,6 @@ pub(crate) struct Connection {
     /// The flags of the last SHUTDOWN sent.
     pub(crate) shutdown_sent: How,
     pub(crate) pending: Pending,
-    pub(crate) move_state: MoveState,
     /// Whether the caller knows the id.
     pub(crate) known_to_caller: bool,
     /// Its reference to a port or to a listener's backlog, if it has one.
@@ -313,7 +302,6 @@ impl Connection {
             control: Control::default(),
             shutdown_sent: How::NONE,
             pending: Pending::default(),
-            move_state: MoveState::No,
             known_to_caller: false,
             port_ref: None,
             queue: None,
@@ -498,14 +486,7 @@ impl Connection {
 
     /// Whether a control packet is queued and may be sent.
     pub(crate) fn has_control(&self) -> bool {
-        match self.move_state {
-            MoveState::RequestQueued(_) | MoveState::DeclineQueued(_) => true,
-            MoveState::No | MoveState::Requested => {
-                self.control.any() || !self.shutdown_due().is_none()
-            }
-            // The RST of a connection overtakes its move.
-            MoveState::RequestSent | MoveState::AwaitingDriver => self.control.rst,
-        }
+        self.control.any() || !self.shutdown_due().is_none()
     }
 
     /// Whether the peer needs credit updates: it is connected and may send.

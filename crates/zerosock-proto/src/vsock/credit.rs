@@ -63,7 +63,7 @@ pub struct TxCredit {
     /// Packets reserved and not yet sent.
     reserved_packets: u32,
     /// Most packets in flight, for the peer's buffer, at least 1; stored because it takes a
-    /// division. 0 while sending is paused.
+    /// division.
     max_packets: u32,
     /// Packets of all epochs.
     packets: u32,
@@ -126,18 +126,6 @@ impl TxCredit {
     #[cold]
     fn set_peer_buf_alloc(&mut self, buf_alloc: u32) {
         self.peer_buf_alloc = buf_alloc;
-        if self.max_packets > 0 {
-            self.resume();
-        }
-    }
-
-    /// Pauses sending: there is no credit, whatever the peer says.
-    pub(crate) fn pause(&mut self) {
-        self.max_packets = 0;
-    }
-
-    /// Ends a [`pause`](Self::pause).
-    pub(crate) fn resume(&mut self) {
         self.max_packets = (self.peer_buf_alloc / PACKET_OVERHEAD).max(1);
         self.bound_open();
     }

@@ -34,28 +34,6 @@ pub enum Disposition {
     Handled,
     /// The packet was dropped. An RST may have been queued: see the reason.
     Dropped(DropReason),
-    /// To a device: the driver requests a move of the connection to another queue pair.
-    /// [`extract`](super::Shard::extract) it, or [`decline_move`](super::Shard::decline_move).
-    Move {
-        /// The connection.
-        flow: FlowId,
-        /// The number of the pair, as received.
-        pair: u32,
-    },
-    /// To a driver: the device has answered a move. If the pair is another one,
-    /// [`extract`](super::Shard::extract) the connection, else [`resume`](super::Shard::resume) it.
-    Moved {
-        /// The connection.
-        flow: FlowId,
-        /// The number of the pair, as received.
-        pair: u32,
-    },
-    /// To a driver: the device has moved a connection that has ended here. Pass the header to
-    /// [`Shard::reset_stray`](super::Shard::reset_stray) of that pair's shard.
-    MovedStray {
-        /// The number of the pair, as received.
-        pair: u32,
-    },
 }
 
 /// Why a packet was dropped.

@@ -19,8 +19,8 @@ pub use config::{CidSet, LocalCids, Role, ShardConfig};
 pub use connection::{FlowInfo, MessageReservation, Reservation};
 pub use credit::SMALL_PACKET;
 pub use endpoint::{
-    CommitError, ConnectError, ConsumeError, FlowError, FlowSnapshot, ListenError, MoveError,
-    ReserveError, SendError, Shard, ShardStats,
+    CommitError, ConnectError, ConsumeError, FlowError, ListenError, ReserveError, SendError,
+    Shard, ShardStats,
 };
 pub use event::{CloseReason, Disposition, DropReason, Event, RefuseReason, Span, Transmit};
 pub use flow_id::FlowId;

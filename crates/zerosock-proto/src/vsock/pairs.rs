@@ -2,9 +2,8 @@
 //! (docs/queue-pairs.md).
 //!
 //! # Invariants
-//! Both halves compute the same pair. A connection at another pair works as well (it was moved, or
-//! the peer has another number of pairs): it is at the pair where its REQUEST arrived or to which
-//! it was moved.
+//! Both halves compute the same pair. A connection at another pair works as well (the peer has another
+//! number of pairs): it is at the pair where its REQUEST arrived.
 
 use crate::addr::{Address, Port};
 

@@ -82,10 +82,10 @@ pub enum Op {
     CreditUpdate = 6,
     /// Requests a [`Op::CreditUpdate`].
     CreditRequest = 7,
-    /// Requests that the connection move to another queue pair (docs/queue-pairs.md; an extension,
-    /// only where negotiated).
+    /// From an earlier driver: requests that the connection move to another queue pair
+    /// (docs/queue-pairs.md; an extension, only where negotiated).
     Move = 0x7a10,
-    /// The answer: the last packet at this pair, or the move is declined.
+    /// The answer: the move is declined.
     Moved = 0x7a11,
 }
 

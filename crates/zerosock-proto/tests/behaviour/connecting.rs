@@ -252,3 +252,21 @@ fn a_dropped_shard_releases_its_ports() {
     drop(shard);
     assert!(ports.is_empty());
 }
+
+#[test]
+fn addresses_are_connected_while_their_connection_is_live() {
+    let mut guest = guest();
+    let spare = guest.spare_port();
+    assert_ne!(spare, guest.spare_port(), "the next one each time");
+    let local = Address::new(GUEST, spare);
+    assert!(!guest.is_connected(local, SERVER));
+    let stream = SocketType::Stream;
+    let flow = guest.connect(NOW, local, SERVER, stream).unwrap();
+    assert!(guest.is_connected(local, SERVER));
+    assert!(!guest.is_connected(SERVER, local));
+    assert!(!guest.is_connected(Address::new(Cid::ANY, spare), SERVER));
+    guest.reset(flow).unwrap();
+    // Its queued RST does not keep the addresses in use.
+    assert!(!guest.is_connected(local, SERVER));
+    guest.connect(NOW, local, SERVER, stream).unwrap();
+}

@@ -142,6 +142,79 @@ fn a_transport_reset_drops_connections_and_keeps_listeners() {
     open(&mut guest, &mut host, SocketType::Stream);
 }
 
+/// The header of a packet of an older driver's connection that asks for another queue pair.
+fn move_request(guest: &Shard, flow: FlowId) -> Repr {
+    let info = guest.flow(flow).unwrap();
+    Repr {
+        src: info.local,
+        dst: info.peer,
+        len: 0,
+        socket_type: info.socket_type.into(),
+        op: Op::Move.into(),
+        flags: 1,
+        buf_alloc: info.buf_alloc,
+        fwd_cnt: info.fwd_cnt,
+    }
+}
+
+#[test]
+fn a_device_declines_the_moves_of_an_older_driver() {
+    let (guest, mut host, ours, theirs) = opened();
+    host.set_declines_moves(Some(2));
+    let request = move_request(&guest, ours);
+    // Any number of requests has one answer, before payload that is queued.
+    host.send(theirs, 10, 0).unwrap();
+    for _ in 0..3 {
+        assert_eq!(host.handle_packet(NOW, &request), Disposition::Handled);
+    }
+    let answer = header(&mut host);
+    assert!(is(&answer, Op::Moved), "{answer}");
+    assert_eq!((answer.flags, answer.dst), (2, request.src));
+    assert!(is(&header(&mut host), Op::Rw));
+    assert!(!host.has_transmit());
+    // Without a connection the answer is RST, as to any packet, and one that closes has none.
+    let stray = Repr {
+        src: Address::new(GUEST, Port::new(9)),
+        ..request
+    };
+    let got = host.handle_packet(NOW, &stray);
+    assert_eq!(got, Disposition::Dropped(DropReason::NoSocket));
+    assert!(is(&header(&mut host), Op::Rst));
+    host.shutdown(NOW, theirs, How::BOTH).unwrap();
+    assert!(is(&header(&mut host), Op::Shutdown));
+    let got = host.handle_packet(NOW, &request);
+    assert_eq!(got, Disposition::Dropped(DropReason::Unexpected));
+    assert!(!host.has_transmit());
+}
+
+#[test]
+fn moves_are_unknown_operations_where_nothing_declines_them() {
+    let (mut guest, mut host, ours, _) = opened();
+    let request = move_request(&guest, ours);
+    let answer = Repr {
+        src: request.dst,
+        dst: request.src,
+        op: Op::Moved.into(),
+        ..request
+    };
+    for (shard, header) in [(&mut host, request), (&mut guest, answer)] {
+        let got = shard.handle_packet(NOW, &header);
+        assert_eq!(got, Disposition::Dropped(DropReason::Unexpected));
+        assert!(!shard.has_transmit());
+    }
+    // Nor does a device with several pairs take an answer for one.
+    host.set_declines_moves(Some(0));
+    let got = host.handle_packet(
+        NOW,
+        &Repr {
+            op: Op::Moved.into(),
+            ..request
+        },
+    );
+    assert_eq!(got, Disposition::Dropped(DropReason::Unexpected));
+    assert!(!host.has_transmit());
+}
+
 #[test]
 fn calls_with_stale_ids_fail() {
     let (mut guest, mut host, ours, _) = opened();

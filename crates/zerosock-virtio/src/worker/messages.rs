@@ -31,21 +31,16 @@ impl<D: WorkerDevice> Worker<D> {
         any
     }
 
-    /// Delivers a message to device `number`, or answers it if that device is removed; then the
-    /// urgent messages that follow from it.
+    /// Delivers a message to device `number`, or answers it if that device is removed.
     fn deliver_to(&mut self, number: u32, message: D::Message, now: Instant) {
-        let mut next = Some((number, message));
-        while let Some((number, message)) = next {
-            match self.lend(number, now) {
-                (Some(device), mut cx) => {
-                    device.begin_call(cx.shared);
-                    device.on_message(message, &mut cx);
-                    device.end_call(cx.shared);
-                    self.activate(number);
-                }
-                (None, mut cx) => D::undeliverable(message, &mut cx),
+        match self.lend(number, now) {
+            (Some(device), mut cx) => {
+                device.begin_call(cx.shared);
+                device.on_message(message, &mut cx);
+                device.end_call(cx.shared);
+                self.activate(number);
             }
-            next = self.outbox.pop_urgent();
+            (None, mut cx) => D::undeliverable(message, &mut cx),
         }
     }
 

@@ -158,30 +158,6 @@ fn bytes_between_devices_of_one_worker_are_bounded() {
 }
 
 #[test]
-fn an_urgent_message_is_delivered_before_earlier_ones_and_in_the_same_step() {
-    let (sender, mut worker) = worker();
-    worker.add(TestDevice::new(0));
-    worker.add(TestDevice::new(1));
-    let other = DeviceAddr {
-        worker: 0,
-        number: 1,
-    };
-    worker.outbox.send(other, Note::Number(1));
-    let message = Note::Forward {
-        later: 2,
-        urgent: (other, 3),
-    };
-    sender
-        .send(WorkerMessage::Device { number: 0, message })
-        .unwrap();
-    assert!(worker.take_messages());
-    assert_eq!(calls(&mut worker, 1), [Call::Note(3)]);
-    worker.deliver(Instant::ZERO);
-    assert_eq!(calls(&mut worker, 1), [Call::Note(1)]);
-    assert_eq!(calls(&mut worker, 0), [Call::Note(2)]);
-}
-
-#[test]
 fn the_receiver_of_a_message_has_its_turn_in_the_same_step() {
     let (_sender, mut worker) = worker();
     worker.add(TestDevice::new(0));

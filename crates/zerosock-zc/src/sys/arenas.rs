@@ -66,13 +66,6 @@ impl Arenas {
         self.entries.iter().flatten().count()
     }
 
-    /// Whether a request from this arena will probably use registered memory.
-    pub(super) fn expects(&self, arena: &Arc<Arena>) -> bool {
-        self.find(arena).is_some()
-            || self.clock + 1 >= self.not_before
-                && (self.has_room() || self.unused(self.clock + 1).is_some())
-    }
-
     /// Whether a request from this arena would name the number 0.
     pub(super) fn is_first(&self, arena: &Arc<Arena>) -> bool {
         match self.entries.first() {
@@ -239,11 +232,9 @@ mod tests {
         };
         let mut arenas = Arenas::default();
         for (number, block) in (0..).zip(&blocks[..ARENAS]) {
-            assert!(arenas.expects(block.arena()));
             assert_eq!(arenas.number(&ring, block.arena()), Some(number));
         }
         let [more, another] = [ARENAS, ARENAS + 1].map(|index| blocks[index].arena());
-        assert!(!arenas.expects(more));
         assert_eq!(arenas.number(&ring, more), None);
         arenas.begun(0);
         arenas.begun(0);
@@ -252,10 +243,8 @@ mod tests {
             assert_eq!(arenas.number(&ring, blocks[1].arena()), Some(1));
         }
         // The first is the oldest, and the second in use.
-        assert!(arenas.expects(more));
         assert_eq!(arenas.number(&ring, more), Some(2));
         arenas.ended(0);
-        assert!(arenas.expects(another));
         assert_eq!(arenas.number(&ring, another), Some(0));
         assert_eq!(arenas.number(&ring, blocks[3].arena()), Some(3));
         assert_eq!(arenas.count(), ARENAS);

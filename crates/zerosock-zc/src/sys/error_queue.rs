@@ -46,19 +46,6 @@ impl Default for ErrorQueue {
 }
 
 impl ErrorQueue {
-    /// Receives one message with recvmsg(2), as a minimal program does. Returns how many it
-    /// received.
-    pub(super) fn receive_one(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
-        let [first, ..] = &mut self.headers;
-        first.msg_hdr.msg_control = self.control[0].0.as_mut_ptr().cast();
-        first.msg_hdr.msg_controllen = CONTROL as _;
-        let flags = libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT;
-        // SAFETY: the header has room for control data of the length it says and for nothing else;
-        // both outlive the call.
-        let taken = unsafe { libc::recvmsg(socket.as_raw_fd(), &mut first.msg_hdr, flags) };
-        answer(if taken < 0 { -1 } else { 1 })
-    }
-
     /// Receives up to [`BATCH`] messages, and returns how many; if fewer, the queue is empty.
     pub(super) fn receive(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         for (entry, control) in self.headers.iter_mut().zip(&mut self.control) {
@@ -76,7 +63,14 @@ impl ErrorQueue {
                 std::ptr::null_mut(),
             )
         };
-        answer(count as isize)
+        let Ok(count) = usize::try_from(count) else {
+            let error = io::Error::last_os_error();
+            return match error.kind() {
+                io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(0),
+                _ => Err(error),
+            };
+        };
+        Ok(count)
     }
 
     /// The range that a received message reports; none if it is no notification.
@@ -105,18 +99,6 @@ pub(crate) fn read_ranges(
         }
     }
     Ok(())
-}
-
-/// The number of messages that a call received.
-fn answer(count: isize) -> io::Result<usize> {
-    if let Ok(count) = usize::try_from(count) {
-        return Ok(count);
-    }
-    let error = io::Error::last_os_error();
-    match error.kind() {
-        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(0),
-        _ => Err(error),
-    }
 }
 
 /// Finds the extended error among control messages: others, such as a timestamp, can precede it.

@@ -9,7 +9,7 @@
 //! results and notifications, and [`take`](ZcSocket::take) takes the buffer out of an idle place.
 //!
 //! Programs use a [`Sender`](crate::Sender), which decides which requests are made, in which order,
-//! and which are made again. This module is public for benchmarks and tests of single requests.
+//! and which are made again. This module is public for tests of single requests.
 //!
 //! # Invariants
 //! A buffer leaves its place only when neither a result nor a notification for it is pending. A
@@ -19,7 +19,6 @@
 
 mod address;
 mod arenas;
-pub mod bare;
 mod buffers;
 mod error_queue;
 mod file;

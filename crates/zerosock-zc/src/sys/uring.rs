@@ -31,13 +31,13 @@ use super::{Event, Key, NotStarted, Piece, SendMode, SocketKind, Stable, Started
 
 /// `IORING_SEND_ZC_REPORT_USAGE`: the notification says whether the kernel copied (Linux 6.2, and
 /// stable releases of 6.1).
-pub(super) const REPORT_USAGE: u16 = 1 << 3;
+const REPORT_USAGE: u16 = 1 << 3;
 /// `IORING_RECVSEND_FIXED_BUF`: from registered memory. Of several pieces since Linux 6.15.
 const FIXED_BUF: u16 = 1 << 2;
 /// User data of entries that belong to no request: polls for a writable socket.
 const NO_REQUEST: u64 = u64::MAX;
 /// The index of the socket among the registered files of the ring.
-pub(super) const SOCKET: types::Fixed = types::Fixed(0);
+const SOCKET: types::Fixed = types::Fixed(0);
 /// Number of zero-copy bytes that may have tied notifications. Ending a packet with a request makes
 /// it shorter than others at the same cost.
 const MAX_TIED_BYTES: usize = 128 << 10;
@@ -392,12 +392,6 @@ impl UringBackend {
     /// Number of registered pool arenas.
     pub(super) fn registered(&self) -> usize {
         self.arenas.count()
-    }
-
-    /// Whether a zero-copy request of this buffer will probably use registered memory.
-    pub(super) fn expects_registered(&self, buffer: &impl Stable) -> bool {
-        let arena = buffer.arena();
-        arena.is_some_and(|arena| self.arenas.expects(arena))
     }
 
     pub(super) fn as_fd(&self) -> BorrowedFd<'_> {

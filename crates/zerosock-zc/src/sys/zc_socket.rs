@@ -64,16 +64,12 @@ enum BackendImpl {
 
 impl<B: Stable> ZcSocket<B> {
     /// Opens `socket` with the best back-end, or with the one that is `wanted`, and `capacity`
-    /// places. Returns the kind of the socket as well.
+    /// places.
     ///
     /// # Errors
     /// `Unsupported` if the wanted back-end does not support this socket, or not on this kernel;
     /// ENOTSOCK if it is no socket; errors of setsockopt(2) and io_uring_setup(2).
-    pub fn open(
-        socket: OwnedFd,
-        capacity: u32,
-        wanted: Option<SendBackend>,
-    ) -> io::Result<(Self, SocketKind)> {
+    pub fn open(socket: OwnedFd, capacity: u32, wanted: Option<SendBackend>) -> io::Result<Self> {
         let kind = kind(&socket)?;
         if kind == SocketKind::VsockMessages {
             return Err(io::ErrorKind::Unsupported.into());
@@ -118,13 +114,19 @@ impl<B: Stable> ZcSocket<B> {
         };
         let inner = ManuallyDrop::new(inner);
         let pid = std::process::id();
-        Ok((Self { inner, pid }, kind))
+        Ok(Self { inner, pid })
     }
 
     /// Whether this is the copy of a forked child. One system call.
     #[must_use]
     pub fn is_forked(&self) -> bool {
         std::process::id() != self.pid
+    }
+
+    /// The kind of the socket.
+    #[must_use]
+    pub fn kind(&self) -> SocketKind {
+        self.inner.state.kind
     }
 
     /// The back-end in use.
@@ -302,16 +304,6 @@ impl<B: Stable> ZcSocket<B> {
     #[must_use]
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.inner.state.socket.as_fd()
-    }
-
-    /// Whether a zero-copy request of this buffer will probably use memory that is registered with
-    /// the kernel: it is registered, or can be.
-    #[must_use]
-    pub fn expects_registered(&self, buffer: &B) -> bool {
-        match &self.inner.implementation {
-            BackendImpl::Uring(uring) => uring.expects_registered(buffer),
-            BackendImpl::Sendmsg(_) => false,
-        }
     }
 
     /// Number of pool arenas that are registered with the kernel.

@@ -5,9 +5,7 @@ use std::fs::File;
 use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::time::Duration;
 
-use zerosock_zc::{
-    Buf, Completion, Outgoing, Pool, Refusal, SendBackend, Sender, SenderOpenError, Threshold,
-};
+use zerosock_zc::{Buf, Completion, Outgoing, Pool, Refusal, SendBackend, Sender, SenderOpenError};
 
 use crate::network::{BACKENDS, SINK, with_sink};
 
@@ -250,7 +248,7 @@ fn a_sender_whose_buffers_are_not_taken_refuses() {
             let builder = Sender::builder().backend(SendBackend::ErrorQueue);
             let builder = match notifications {
                 true => builder,
-                false => builder.inline_completions().threshold(Threshold::Bytes(2)),
+                false => builder.inline_completions().threshold(2),
             };
             let mut sender: Sender<&'static [u8]> = builder.open(socket).expect("a sender");
             let mut count = 0;

@@ -133,7 +133,7 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
             tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 6000");
             let socket = socket(to);
             let opened = ZcSocket::open(socket.into(), 4, Some(SendBackend::ErrorQueue));
-            let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
+            let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket");
             let start = |calls: &mut ZcSocket<_>, len| {
                 let key = calls.put(vec![1; len], None).expect("a place");
                 calls.start(&[key], SUBMISSION).expect("it is made");
@@ -223,7 +223,7 @@ fn an_empty_datagram_takes_no_other_id() {
         for to in SINK {
             delay_packets();
             let opened = ZcSocket::open(socket(to).into(), 8, Some(SendBackend::ErrorQueue));
-            let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
+            let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket");
             let start = |calls: &mut ZcSocket<_>, len, more| {
                 let key = calls.put(vec![1; len], None).expect("a place");
                 let submission = Submission { more, ..SUBMISSION };
@@ -259,7 +259,7 @@ fn add_elsewhere() {
 /// Queues `sends` sends of two pages in a device that the test does not use otherwise.
 fn hold_elsewhere(to: &str, sends: u32) -> ZcSocket<Vec<u8>> {
     let opened = ZcSocket::open(socket(to).into(), 16, Some(SendBackend::ErrorQueue));
-    let mut other: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
+    let mut other: ZcSocket<Vec<u8>> = opened.expect("a zc_socket");
     // The first is through.
     for _ in 0..=sends {
         let key = other.put(vec![2; 2500], None).expect("a place");
@@ -284,7 +284,7 @@ fn locked_memory_of_others_does_not_free_a_failed_send() {
                     let other = hold_elsewhere(ELSEWHERE, 5);
                     let opened =
                         ZcSocket::open(socket(to).into(), 4, Some(SendBackend::ErrorQueue));
-                    let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
+                    let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket");
                     // Six pages: some of its fragments wait, others are dropped, and what is left
                     // of the memory is less than any send needs.
                     let key = calls.put(vec![1; 20_000], None).expect("a place");

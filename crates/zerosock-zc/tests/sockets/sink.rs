@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use zerosock_zc::{
     Buf, Copying, OffReason, Outgoing, Pool, SendBackend, Sender, SenderStats, Sent, SocketAddress,
-    Threshold,
 };
 
 use crate::network::{BACKENDS, SINK, with_sink};
@@ -130,7 +129,7 @@ fn stats_of(to: &str, backend: SendBackend, threshold: usize, wish: Copying) -> 
     let socket = socket(to);
     socket.connect(to).expect("an address");
     let builder = Sender::builder().backend(backend).discard_returned();
-    let opened = builder.threshold(Threshold::Bytes(threshold)).open(socket);
+    let opened = builder.threshold(threshold).open(socket);
     let mut sender: Sender = opened.expect("a sender");
     for _ in 0..20 {
         let sent = sender.send(Outgoing::new(vec![1; 5000]).copying(wish));

@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use zerosock_zc::{Buf, Copying, Outgoing, Pool, SendBackend, Sender, Threshold};
+use zerosock_zc::{Buf, Copying, Outgoing, Pool, SendBackend, Sender};
 
 use crate::network::{BACKENDS, CABLE, byte, fill, slow_down, with_cable};
 
@@ -118,9 +118,7 @@ fn stream_arrives(name: &str, backend: SendBackend, wish: impl Fn(u64) -> Copyin
                 let address: SocketAddr = address.recv().expect("the far end");
                 slow_down();
                 let socket = TcpStream::connect(address).expect("the cable");
-                let builder = Sender::builder()
-                    .backend(backend)
-                    .threshold(Threshold::Bytes(2000));
+                let builder = Sender::builder().backend(backend).threshold(2000);
                 let sender = builder.open(socket).expect("a sender");
                 assert_eq!(sender.report().backend, backend);
                 send(sender, wish)

@@ -2,11 +2,11 @@
 //!
 //! # Invariants
 //! - A held chain belongs to the running queue: stopping the queue recalls all of them first.
-//! - The table entry and the bridge of a connection end together.
+//! - A connection is in the table by flow until its flow has ended or the program has closed it.
 //! - The end of a connection is reported after the bytes before it.
 //!
 //! # Use
-//! The other end of such a connection is an entry of the program's table of [`Sockets`], not a
+//! The other end of such a connection is an entry of the table of [`crate::table::sockets`], not a
 //! socket. Bytes from the guest stay in their chain until the program has read them; bytes from the
 //! program are written into the buffers that the guest has posted. [`super::app_store`] accounts
 //! for held chains, [`super::lending`] has the loans, and [`crate::host`] the functions that the
@@ -14,19 +14,18 @@
 
 use std::convert::Infallible;
 
-use crate::device::state::app::{NONE, QueueStore};
+use crate::device::state::app::NONE;
 use zerosock_proto::vsock::{ConnectError, FlowId, How, ReserveError, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_ring::{Chain, FrontChain, GuestSlice};
 
-use super::events::emit;
-use super::state::bridge::{AppPeer, Bridge, BridgePeer};
+use super::events::{RESET, emit};
 use super::state::program::{App, HostToken};
 use super::{Context, Device};
 use crate::header;
 use crate::stats::RefusalCause;
-use crate::table::sockets::{HeldBuffer, MessageEnd, ReadyFlag, Sockets, StreamId, StreamState};
+use crate::table::sockets::{Arrival, HeldBuffer, MessageEnd, ReadyFlag, StreamId, StreamState};
 use crate::table::transfers::SendFault;
 use zerosock_virtio::ring::Ring;
 
@@ -89,55 +88,30 @@ impl Device {
         self.rearm(self.is_full(app))
     }
 
-    /// Delivers bytes of the guest to the program.
+    /// Delivers a packet of the guest to the program.
     #[inline]
-    pub(super) fn app_deliver(
-        &mut self,
-        id: StreamId,
-        chain: Chain,
-        len: u32,
-        cx: &mut Context<'_>,
-    ) {
-        self.app_hold(
-            chain,
-            len,
-            MessageEnd::Nothing,
-            cx,
-            |sockets, held, store| {
-                sockets.deliver(id, held, store);
-            },
-        );
-    }
-
-    /// As `app_deliver`, for a part of a message.
-    pub(super) fn app_deliver_part(
-        &mut self,
-        id: StreamId,
-        chain: Chain,
-        len: u32,
-        ends: MessageEnd,
-        cx: &mut Context<'_>,
-    ) {
-        self.app_hold(chain, len, ends, cx, |sockets, held, store| {
-            sockets.deliver_part(id, held, store);
-        });
-    }
-
-    #[inline]
-    fn app_hold(
-        &mut self,
-        chain: Chain,
-        len: u32,
-        ends: MessageEnd,
-        cx: &mut Context<'_>,
-        deliver: impl FnOnce(&mut Sockets<HostToken>, HeldBuffer<HostToken>, &mut QueueStore<'_>),
-    ) {
-        let Some(app) = cx.shared.app.as_deref_mut() else {
+    pub(super) fn app_deliver(&mut self, chain: Chain, arrival: Arrival, cx: &mut Context<'_>) {
+        let Arrival { flow, len, ends } = arrival;
+        let (Some(id), Some(app)) = (self.app.flows.get(flow), cx.shared.app.as_deref_mut()) else {
+            return self.reset_unknown(chain, flow);
+        };
+        let end = ends.unwrap_or_default();
+        let Some(held) = self.app_held(chain, len, end, Some(cx.now), app) else {
             return;
         };
-        if let Some(held) = self.app_held(chain, len, ends, Some(cx.now), app) {
-            deliver(&mut app.sockets, held, &mut self.store());
+        match ends {
+            None => app.sockets.deliver(id, held, &mut self.store()),
+            Some(_) => app.sockets.deliver_part(id, held, &mut self.store()),
+        };
+    }
+
+    /// Resets a flow that belongs to no connection of the device, rather than lose the bytes in `chain`.
+    #[cold]
+    fn reset_unknown(&mut self, chain: Chain, flow: FlowId) {
+        if let Some(tx) = &mut self.queues.rings.tx {
+            tx.complete(chain, 0);
         }
+        let _ = self.shard.reset(flow);
     }
 
     /// Makes a chain a buffer that the program holds. `since`: when it arrived; `None`: the next turn sets
@@ -202,10 +176,8 @@ impl Device {
             app.sockets.carry_messages(id);
         }
         app.listeners.push(local.port, id);
-        let key = self.add_bridge(flow, BridgePeer::App(AppPeer { id, loans: 0 }), cx);
-        if let Some(bridge) = self.bridges.get_mut(key) {
-            bridge.open = true;
-        }
+        self.app.flows.insert(flow, id);
+        cx.shared.counters.conns_added.add(1);
         true
     }
 
@@ -240,7 +212,8 @@ impl Device {
         if socket_type == SocketType::SeqPacket {
             app.sockets.carry_messages(id);
         }
-        self.add_bridge(flow, BridgePeer::App(AppPeer { id, loans: 0 }), cx);
+        self.app.flows.insert(flow, id);
+        cx.shared.counters.conns_added.add(1);
         Ok(id)
     }
 
@@ -285,24 +258,36 @@ impl Device {
         }
     }
 
-    /// Tells the program how its connection ended, after the bridge was removed.
-    pub(super) fn app_ended(&mut self, bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
-        Self::app_ended_in(&mut self.store(), bridge, orderly, cx);
-    }
-
-    /// As `app_ended`, for a bridge with its chains in `store`.
-    pub(super) fn app_ended_in(
-        store: &mut QueueStore<'_>,
-        bridge: &Bridge,
+    /// The flow of a connection has ended: tells the program how. Has no effect on another flow.
+    pub(super) fn end_app(
+        &mut self,
+        flow: FlowId,
         orderly: bool,
+        reason: &str,
         cx: &mut Context<'_>,
     ) {
-        if let BridgePeer::App(end) = &bridge.peer
-            && let Some(app) = cx.shared.app.as_deref_mut()
-        {
-            app.sockets.discard_incomplete_message(end.id, store);
-            app.ended(end.id, orderly);
+        let Some(id) = self.app.flows.remove(flow) else {
+            return;
+        };
+        cx.shared.counters.conns_removed.add(1);
+        let Some(app) = cx.shared.app.as_deref_mut() else {
+            return;
+        };
+        let conn = app.sockets.get(id);
+        if conn.is_some_and(|conn| conn.state == StreamState::Connected) {
+            // The program counts the bytes by itself.
+            tracing::debug!(cid = %self.cid, %flow, reason, "connection closed");
         }
+        app.sockets
+            .discard_incomplete_message(id, &mut self.store());
+        app.ended(id, orderly);
+    }
+
+    /// Resets a connection of the program.
+    pub(super) fn reset_app(&mut self, flow: FlowId, cx: &mut Context<'_>) {
+        // Fails if the flow has ended.
+        let _ = self.shard.reset(flow);
+        self.end_app(flow, false, RESET, cx);
     }
 
     /// Wakes connections that found no buffer once buffers are available; else asks for kicks.
@@ -486,8 +471,8 @@ impl Device {
     /// both directions; unread bytes are dropped), or with an RST if `reset` is set or the guest
     /// has not answered the request.
     pub(crate) fn app_close(&mut self, flow: FlowId, reset: bool, cx: &mut Context<'_>) {
-        if let Some(key) = self.bridges.key_of(flow) {
-            self.remove_bridge(key, cx);
+        if self.app.flows.remove(flow).is_some() {
+            cx.shared.counters.conns_removed.add(1);
         }
         if reset || self.shard.shutdown(cx.now, flow, How::BOTH).is_err() {
             // Fails if the flow has ended, and then no reset is needed.
@@ -518,13 +503,12 @@ impl Device {
 
     /// Resets a connection with more unread bytes than may be copied.
     pub(crate) fn app_reset_unread(&mut self, id: StreamId, cx: &mut Context<'_>) {
-        let Some(app) = cx.shared.app.as_deref_mut() else {
-            return;
-        };
-        let flow = app.sockets.get(id).and_then(|conn| conn.flow);
-        app.sockets.mark_reset(id, &mut self.store());
-        if let Some(key) = flow.and_then(|flow| self.bridges.key_of(flow)) {
-            self.reset_bridge(key, cx);
+        let conn = cx.shared.app.as_deref().and_then(|app| app.sockets.get(id));
+        if let Some(flow) = conn.and_then(|conn| conn.flow) {
+            self.reset_app(flow, cx);
+        }
+        if let Some(app) = cx.shared.app.as_deref_mut() {
+            app.sockets.mark_reset(id, &mut self.store());
         }
     }
 }

@@ -122,13 +122,11 @@ impl Device {
         }
     }
 
-    /// Sends the coalesced bytes of a connection as far as there are credit and buffers. Returns
-    /// whether none are left.
-    pub(super) fn flush_coalesced(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
+    /// Sends the coalesced bytes of a connection as far as there are credit and buffers.
+    pub(super) fn flush_coalesced(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         if self.coalesced.has(flow) {
             self.shard.flush_coalesced(flow);
             self.send_coalesced(cx);
         }
-        !self.coalesced.has(flow)
     }
 }

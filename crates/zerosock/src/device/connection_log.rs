@@ -9,7 +9,6 @@ use tracing::field::display;
 use zerosock_proto::Address;
 use zerosock_proto::vsock::{FlowId, RefuseReason};
 
-use super::state::bridge::BridgePeer;
 use super::{Context, Device};
 use crate::routing::Denial;
 use crate::stats::RefusalCause;
@@ -97,10 +96,7 @@ impl Device {
         if let Some(bridge) = bridge
             && let Some(flow) = bridge.flow
         {
-            // The embedding program counts its bytes by itself.
-            let counted = !matches!(bridge.peer, BridgePeer::App(_));
-            let from_endpoint = counted.then_some(bridge.from_guest);
-            let to_endpoint = counted.then_some(bridge.to_guest);
+            let (from_endpoint, to_endpoint) = (bridge.from_guest, bridge.to_guest);
             tracing::debug!(
                 cid = %self.cid, %flow, from_endpoint, to_endpoint, reason, "connection closed"
             );

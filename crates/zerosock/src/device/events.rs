@@ -24,7 +24,9 @@ pub(super) fn emit(rx: &mut Ring, chain: Chain, repr: &Repr, len: usize) {
 }
 
 /// The reason in the log when a device or its guest has gone.
-const GONE: &str = "the endpoint has gone";
+pub(super) const GONE: &str = "the endpoint has gone";
+/// The reason in the log when the device resets a connection.
+pub(super) const RESET: &str = "reset by the daemon";
 
 impl Device {
     /// Handles all pending events of the core.
@@ -75,10 +77,9 @@ impl Device {
                 if let Some((key, bridge)) = self.bridges.of_flow(flow) {
                     bridge.no_credit = false;
                     bridge.waits_for_bytes = false;
-                    if let BridgePeer::App(end) = &bridge.peer {
-                        Self::app_writable(end.id, cx);
-                    }
                     self.bridges.enqueue(key);
+                } else if let Some(id) = self.app.flows.get(flow) {
+                    Self::app_writable(id, cx);
                 }
             }
             Event::Closed { flow, reason } => self.guest_closed(flow, reason.is_orderly(), cx),
@@ -94,29 +95,31 @@ impl Device {
             }
         }
         self.count_refused(flow, reason, cx);
+        if let Some(id) = self.app.flows.get(flow)
+            && let Some(app) = cx.shared.app.as_deref_mut()
+            && let Some(conn) = app.sockets.get_mut(id)
+        {
+            conn.refused = Some(reason);
+        }
         let Some(key) = self.bridges.key_of(flow) else {
-            return;
+            return self.end_app(flow, false, GONE, cx);
         };
-        if let Some(bridge) = self.bridges.get(key) {
-            if let BridgePeer::App(end) = &bridge.peer
-                && let Some(app) = cx.shared.app.as_deref_mut()
-                && let Some(conn) = app.sockets.get_mut(end.id)
-            {
-                conn.refused = Some(reason);
-            }
-            if let Some(forwarded) = &bridge.forwarded {
-                self.refuse_forwarded(forwarded, "its endpoint refuses the connection");
-            }
+        let bridge = self.bridges.get(key);
+        if let Some(forwarded) = bridge.and_then(|bridge| bridge.forwarded.as_ref()) {
+            self.refuse_forwarded(forwarded, "its endpoint refuses the connection");
         }
         self.end_bridge(key, cx);
     }
 
     /// The guest has accepted a connection of the host or a sibling.
     fn guest_accepted(&mut self, flow: FlowId, cx: &mut Context<'_>) {
+        self.log_flow(flow, "connection opened");
+        if let Some(id) = self.app.flows.get(flow) {
+            return Self::app_connected(id, cx);
+        }
         let Some(key) = self.bridges.key_of(flow) else {
             return;
         };
-        self.log_flow(flow, "connection opened");
         self.guest_connect_accepted(flow, cx);
         let Some(bridge) = self.bridges.get_mut(key) else {
             return;
@@ -135,14 +138,12 @@ impl Device {
                 }
             }
             BridgePeer::Sibling(s) => {
-                let (to, from) = (s.peer.flow, Peer::new(self.addr, flow));
-                let message = SiblingMessage::Accepted { to, from };
-                cx.outbox.send(s.peer.device, message);
+                let Peer { device, flow: to } = s.peer;
+                cx.outbox.send(device, SiblingMessage::Accepted { to });
                 bridge.readable = !s.is_drained();
                 // A sibling counts as writable until it stalls.
                 bridge.writable = true;
             }
-            BridgePeer::App(end) => Self::app_connected(end.id, cx),
             _ => {}
         }
         self.forwarded_opened(key, cx);
@@ -153,13 +154,12 @@ impl Device {
         if receive && !self.coalesced.is_empty() {
             self.coalesced.forget(flow);
         }
+        if let Some(id) = self.app.flows.get(flow) {
+            return self.app_peer_shut_down(id, receive, send, cx);
+        }
         let Some((key, bridge)) = self.bridges.of_flow(flow) else {
             return;
         };
-        if let BridgePeer::App(end) = &bridge.peer {
-            let id = end.id;
-            return self.app_peer_shut_down(id, receive, send, cx);
-        }
         if receive && !bridge.read_closed {
             // The guest receives no more; the host's next write fails with EPIPE.
             bridge.read_closed = true;
@@ -190,13 +190,13 @@ impl Device {
         if !self.coalesced.is_empty() {
             self.coalesced.forget(flow);
         }
-        let Some(key) = self.bridges.key_of(flow) else {
-            return;
-        };
         let reason = if orderly {
             "closed"
         } else {
             "reset by the endpoint"
+        };
+        let Some(key) = self.bridges.key_of(flow) else {
+            return self.end_app(flow, orderly, reason, cx);
         };
         self.log_closed(key, reason);
         // One attempt to deliver what arrived in the same turn.
@@ -224,17 +224,8 @@ impl Device {
             {
                 host_sockets::leave_nothing_unread(socket);
             }
-            self.end_other_side(&bridge, orderly, cx);
+            end_other_side(&bridge, orderly, cx);
         }
-    }
-
-    /// Ends the other side of a bridge that was removed: in order, or by a reset.
-    fn end_other_side(&mut self, bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
-        if !orderly {
-            abort(bridge);
-        }
-        sibling::send_end(bridge, orderly, cx);
-        self.app_ended(bridge, orderly, cx);
     }
 
     /// Separates a bridge from its flow and lets the host socket take the remaining bytes, as it
@@ -268,12 +259,12 @@ impl Device {
     /// Resets the flow of a bridge, if it has one, and removes the bridge.
     pub(super) fn reset_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(bridge) = self.bridges.get_mut(key) {
-            set_reason(bridge, "reset by the daemon");
+            set_reason(bridge, RESET);
             if let Some(flow) = bridge.flow {
                 let _ = self.shard.reset(flow);
             }
         }
-        self.end_with(key, "reset by the daemon", cx);
+        self.end_with(key, RESET, cx);
     }
 
     /// Removes a bridge without its guest. The other end sees an orderly end of stream if the
@@ -287,7 +278,7 @@ impl Device {
         }
         if let Some(bridge) = self.remove_bridge(key, cx) {
             let orderly = bridge.guest_finished;
-            self.end_other_side(&bridge, orderly, cx);
+            end_other_side(&bridge, orderly, cx);
         }
     }
 
@@ -302,7 +293,7 @@ impl Device {
             set_reason(bridge, reason);
         }
         if let Some(bridge) = self.remove_bridge(key, cx) {
-            self.end_other_side(&bridge, false, cx);
+            end_other_side(&bridge, false, cx);
         }
     }
 
@@ -385,4 +376,12 @@ impl Device {
             );
         }
     }
+}
+
+/// Ends the other side of a bridge that was removed: in order, or by a reset.
+fn end_other_side(bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
+    if !orderly {
+        abort(bridge);
+    }
+    sibling::send_end(bridge, orderly, cx);
 }

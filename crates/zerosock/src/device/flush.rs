@@ -22,13 +22,13 @@ use rustix::net::SendFlags;
 use zerosock_proto::vsock::How;
 use zerosock_ring::{Chain, DeviceQueue, Memory, SliceBuf};
 use zerosock_virtio::poller::Interest;
-use zerosock_zc::notifications;
+use zerosock_zc::{SocketKind, notifications};
 
 /// Pieces of memory given to one `sendmsg`.
 const SLICES: usize = 128;
 
 /// Fewest bytes of one send for which pinning their pages repays.
-const WORTHWHILE: usize = 16 << 10;
+const WORTHWHILE: usize = SocketKind::Tcp4.zero_copy_threshold();
 
 /// The result of a write.
 enum Wrote {
@@ -209,13 +209,9 @@ impl Device {
         let from = Peer::new(self.addr, flow);
         let size = tx.queue.size();
         let half = usize::from(size / 2).saturating_sub(others);
-        let most = if sibling.move_to.is_some() {
-            // A handoff waits until the sibling has returned all chains, so no more are lent.
-            0
-        } else if sibling.stalled {
-            share_of(size).min(half)
-        } else {
-            half
+        let most = match sibling.stalled {
+            true => share_of(size).min(half),
+            false => half,
         };
         while (sibling.lent as usize) < most {
             let Some(held) = bridge.outbound.pop_held() else {
@@ -314,9 +310,14 @@ impl Device {
     /// Resets a connection after an allocation for its bytes failed.
     #[cold]
     pub(super) fn end_for_want_of_memory(&mut self, key: u32, cx: &mut Context<'_>) {
+        self.count_lost_bytes(cx);
+        self.reset_bridge(key, cx);
+    }
+
+    /// Counts and logs a connection that is reset because an allocation for its bytes failed.
+    pub(super) fn count_lost_bytes(&self, cx: &Context<'_>) {
         cx.shared.counters.no_memory.add(1);
         self.warn("connection reset: out of memory for its bytes");
-        self.reset_bridge(key, cx);
     }
 
     /// Resets the connections with the most copied bytes until an eighth of the device's overflow

@@ -243,17 +243,6 @@ impl Device {
         }
     }
 
-    /// Continues the idle time-out of a bridge that has come from another queue pair, whose worker has
-    /// a clock of its own.
-    pub(super) fn resume_idle(&mut self, key: u32, cx: &Context<'_>) {
-        if let Some(bridge) = self.bridges.get_mut(key)
-            && let Some(forwarded) = &mut bridge.forwarded
-            && let Some(at) = forwarded.start_idle(cx.now)
-        {
-            self.timers.set(at, Timer::Idle(key));
-        }
-    }
-
     /// Resets a connection on which no byte has passed for its idle time-out.
     pub(super) fn idle_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(bridge) = self.bridges.get_mut(key) else {

@@ -6,7 +6,6 @@
 
 use super::flush::share_of;
 use super::outbound::HeldChain;
-use super::state::bridge::BridgePeer;
 use super::state::program::HostToken;
 use super::{Context, Device};
 use crate::header;
@@ -329,7 +328,6 @@ impl Device {
                 return None;
             }
         };
-        let mut wanted = None;
         let disposition = match self.shard.handle_payload(&header) {
             Some(disposition) => disposition,
             None if header.socket_type.get() == SocketType::Datagram as u16
@@ -361,9 +359,7 @@ impl Device {
             Disposition::Part { flow, len, flags } => {
                 return Some((chain, Arrival::of_message(flow, len, flags)));
             }
-            Disposition::Move { flow, pair } => wanted = Some((flow, pair)),
-            // The last two occur in drivers only.
-            Disposition::Handled | Disposition::Moved { .. } | Disposition::MovedStray { .. } => {}
+            Disposition::Handled => {}
             Disposition::Dropped(reason) => {
                 if reason.is_fault() {
                     tracing::debug!(cid = %self.cid, ?reason, ?header, "packet dropped");
@@ -374,10 +370,6 @@ impl Device {
         tx.complete(chain, 0);
         // Now, because the next packet may reuse the addresses of a connection that ended.
         self.drain_events(cx);
-        if let Some((flow, pair)) = wanted {
-            cx.time();
-            self.handle_move_request(flow, pair, cx);
-        }
         None
     }
 
@@ -385,22 +377,15 @@ impl Device {
     fn deliver(&mut self, chain: Chain, arrival: Arrival, cx: &mut Context<'_>) {
         let Arrival { flow, len, ends } = arrival;
         if let Some(ends) = ends {
-            return self.receive_part(chain, flow, len, ends, cx);
+            return self.receive_part(chain, arrival, ends, cx);
         }
         self.moved += len as usize;
+        let Some((key, bridge)) = self.bridges.of_flow(flow) else {
+            return self.app_deliver(chain, arrival, cx);
+        };
         let Some(tx) = self.queues.rings.tx.as_mut() else {
             return;
         };
-        let Some((key, bridge)) = self.bridges.of_flow(flow) else {
-            // The device has no bridge for this flow: reset it rather than lose bytes.
-            tx.complete(chain, 0);
-            let _ = self.shard.reset(flow);
-            return;
-        };
-        if let BridgePeer::App(end) = &bridge.peer {
-            let id = end.id;
-            return self.app_deliver(id, chain, len, cx);
-        }
         bridge.from_guest += u64::from(len);
         if bridge.write_closed {
             tx.complete(chain, 0);

@@ -24,7 +24,6 @@ use zerosock_ring::{Chain, Memory};
 use super::app::send_fault;
 use super::datagrams::NotPut;
 use super::events::emit;
-use super::state::bridge::BridgePeer;
 use super::state::program::App;
 use super::{Context, Device};
 use crate::device::state::loans::{Credit, Lent, Loan, LoanOf};
@@ -181,10 +180,8 @@ impl Device {
             }
         };
         self.app.loans = step(self.app.loans);
-        if let Some((_, bridge)) = flow.and_then(|flow| self.bridges.of_flow(flow))
-            && let BridgePeer::App(end) = &mut bridge.peer
-        {
-            end.loans = step(end.loans);
+        if let Some(loans) = flow.and_then(|flow| self.app.flows.loans_mut(flow)) {
+            *loans = step(*loans);
         }
     }
 
@@ -298,13 +295,11 @@ impl Device {
         if !self.old_memory_fits(cx) {
             return false;
         }
-        let Some((_, bridge)) = self.bridges.of_flow(flow) else {
+        let (Some(loans), Some(rx)) = (self.app.flows.loans_mut(flow), &self.queues.rings.rx)
+        else {
             return false;
         };
-        let (BridgePeer::App(end), Some(rx)) = (&bridge.peer, &self.queues.rings.rx) else {
-            return false;
-        };
-        end.loans < (rx.queue.size() / 8).max(1) && self.leaves_a_quarter()
+        *loans < (rx.queue.size() / 8).max(1) && self.leaves_a_quarter()
     }
 
     /// See [`Backend::send_loan`](crate::table::backend::Backend::send_loan). A loan that was taken

@@ -181,9 +181,8 @@ impl Device {
         sent?;
         let Ok(rest) = rest else {
             // The message was begun and cannot be completed.
-            if let Some(key) = self.bridges.key_of(room.flow()) {
-                self.end_for_want_of_memory(key, cx);
-            }
+            self.count_lost_bytes(cx);
+            self.reset_app(room.flow(), cx);
             return Err(SendFault::Reset);
         };
         let all = rest.is_empty();

@@ -60,12 +60,15 @@ impl Joined {
         let _ = device.shard.handle_packet(cx.now, &response);
         device.turn(&mut cx);
         let sent: Vec<SiblingMessage> = sent(&mut lab);
-        let accepted = sent.iter().find_map(|message| match message {
-            SiblingMessage::Accepted { from, .. } => Some(from.flow),
+        let is_accepted =
+            |message: &SiblingMessage| matches!(message, SiblingMessage::Accepted { .. });
+        assert!(sent.iter().any(is_accepted), "{sent:?}");
+        let asked = sent.iter().find_map(|message| match message {
+            SiblingMessage::Asking { from, .. } => Some(from.flow),
             _ => None,
         });
         let mut joined = Joined {
-            flow: accepted.expect("the guest has accepted"),
+            flow: asked.expect("the guest was asked"),
             lab,
             guest,
         };

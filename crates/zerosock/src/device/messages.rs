@@ -29,7 +29,7 @@ use super::{Context, Device, TURN_BYTES};
 use crate::device::state::messages::Sending;
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::table::outgoing::{Outgoing, Slices, end, len_of, put_all, whole};
-use crate::table::sockets::{MessageEnd, StreamId};
+use crate::table::sockets::{Arrival, MessageEnd, StreamId};
 use crate::table::transfers::SendFault;
 
 impl Device {
@@ -37,26 +37,19 @@ impl Device {
     pub(super) fn receive_part(
         &mut self,
         chain: Chain,
-        flow: FlowId,
-        len: u32,
+        arrival: Arrival,
         ends: MessageEnd,
         cx: &mut Context<'_>,
     ) {
         cx.time();
+        let Arrival { flow, len, .. } = arrival;
         self.moved += len as usize;
+        let Some((key, bridge)) = self.bridges.of_flow(flow) else {
+            return self.app_deliver(chain, arrival, cx);
+        };
         let Some(tx) = self.queues.rings.tx.as_mut() else {
             return;
         };
-        let Some((key, bridge)) = self.bridges.of_flow(flow) else {
-            // The device has no bridge for this flow: reset it rather than lose bytes.
-            tx.complete(chain, 0);
-            let _ = self.shard.reset(flow);
-            return;
-        };
-        if let BridgePeer::App(end) = &bridge.peer {
-            let id = end.id;
-            return self.app_deliver_part(id, chain, len, ends, cx);
-        }
         let Some(messages) = bridge
             .messages
             .as_deref_mut()
@@ -430,10 +423,8 @@ impl Device {
                 continue;
             }
             // The sender may wait for the end of the message; no other event reports it.
-            if let Some((_, bridge)) = self.bridges.of_flow(kept.room.flow())
-                && let BridgePeer::App(end) = &bridge.peer
-            {
-                Self::app_writable(end.id, cx);
+            if let Some(id) = self.app.flows.get(kept.room.flow()) {
+                Self::app_writable(id, cx);
             }
         }
     }

@@ -8,8 +8,9 @@
 //! - The packet path does not allocate, lock or search.
 //!
 //! # Structure
-//! A `Device` belongs to one worker. It connects the rings to the protocol core and bridges each
-//! connection of the guest to a host socket, a sibling device or the embedding program:
+//! A `Device` belongs to one worker. It connects the rings to the protocol core and joins each
+//! connection of the guest to a host socket or a sibling device, by a bridge, or to a connection of
+//! the embedding program:
 //!
 //! - `from_guest`, `flush`: packets from the guest's transmit queue; payload goes by `sendmsg` from
 //!   guest memory into the socket;
@@ -65,8 +66,6 @@ pub(crate) mod outbound;
 pub(crate) mod placing;
 pub(crate) mod queue_pair_ports;
 pub(crate) mod queue_pairs;
-#[cfg(test)]
-mod queue_pairs_tests;
 mod sibling;
 pub(crate) mod state;
 mod stopped;
@@ -103,7 +102,7 @@ impl Device {
     pub(super) fn publish_gauges(&mut self, cx: &Context<'_>) {
         let now = Gauges {
             connections: self.shard.occupied(),
-            bridges: self.bridges.len(),
+            bridges: self.bridges.len() + self.app.flows.len(),
             timers: self.timers.len() + self.shard.timers(),
             ports: self.shard.held_ports(),
         };
@@ -155,9 +154,7 @@ impl Device {
     fn add_bridge(&mut self, flow: FlowId, end: BridgePeer, cx: &Context<'_>) -> u32 {
         let mut bridge = Bridge::new(flow, end);
         let info = self.shard.flow(flow);
-        if info.is_some_and(|info| info.socket_type == SocketType::SeqPacket)
-            && !matches!(bridge.peer, BridgePeer::App(_))
-        {
+        if info.is_some_and(|info| info.socket_type == SocketType::SeqPacket) {
             bridge.messages = Some(Box::default());
         }
         cx.shared.counters.conns_added.add(1);
@@ -209,11 +206,6 @@ impl Device {
         return_reported(tx, forwarded);
         if let BridgePeer::Sibling(sibling) = &mut bridge.peer {
             sibling::return_inbound(sibling, false, cx);
-            if sibling.parked
-                && let Some(flow) = bridge.flow
-            {
-                self.abandon_parked(flow, cx);
-            }
         }
         cx.shared.counters.conns_removed.add(1);
         Some(bridge)

@@ -166,9 +166,6 @@ impl Device {
 
     /// Handles a message from a sibling's device.
     pub(crate) fn handle_sibling_message(&mut self, message: SiblingMessage, cx: &mut Context<'_>) {
-        let Some(message) = self.route_message(message, cx) else {
-            return;
-        };
         match message {
             SiblingMessage::Connect {
                 from,
@@ -176,8 +173,7 @@ impl Device {
                 peer,
                 socket_type,
             } => self.sibling_connects(from, local, peer, socket_type, cx),
-            SiblingMessage::Relocated { to, from, old } => self.handle_relocated(to, from, old, cx),
-            SiblingMessage::Accepted { to, from } => self.sibling_accepted(to, from, cx),
+            SiblingMessage::Accepted { to } => self.sibling_accepted(to, cx),
             SiblingMessage::Lent {
                 to,
                 from,
@@ -229,20 +225,13 @@ impl Device {
                 answer,
             } => self.datagram_done(chain, epoch, copied, answer),
             SiblingMessage::DatagramControl(control) => self.datagram_control(control),
-            SiblingMessage::TakeOver(handoff) => self.take_over(*handoff, cx),
             SiblingMessage::Call { caller, local } => self.connect_guest(*caller, local, false, cx),
             SiblingMessage::Client(client) => self.client_connects(*client, cx),
             SiblingMessage::Dialed { to, outcome } => self.dialed(to, outcome, cx),
             SiblingMessage::DialedDatagrams { to, outcome } => {
                 self.association_dialed(to, outcome, cx)
             }
-            // `route_message` has handled those about queue pairs; the worker takes `HandOff`.
-            SiblingMessage::Arrived { .. }
-            | SiblingMessage::Orphaned { .. }
-            | SiblingMessage::Lost
-            | SiblingMessage::Flushed { .. }
-            | SiblingMessage::SentOn(_)
-            | SiblingMessage::HandOff { .. } => {}
+            SiblingMessage::Lost => self.announce_reset = true,
         }
     }
 
@@ -309,17 +298,15 @@ impl Device {
         self.add_bridge(flow, BridgePeer::Sibling(SiblingPeer::new(from)), cx);
     }
 
-    fn sibling_accepted(&mut self, to: FlowId, from: Peer, cx: &mut Context<'_>) {
+    fn sibling_accepted(&mut self, to: FlowId, cx: &mut Context<'_>) {
+        // If our guest has given up, the sibling was told so then.
         let Some((_, bridge)) = self.bridges.of_flow(to) else {
-            // Our guest has given up already.
-            cx.outbox
-                .send(from.device, SiblingMessage::Reset { to: from.flow });
             return;
         };
-        if !matches!(bridge.peer, BridgePeer::Asked(_)) {
+        let BridgePeer::Asked(Some(peer)) = bridge.peer else {
             return;
-        }
-        bridge.peer = BridgePeer::Sibling(SiblingPeer::new(from));
+        };
+        bridge.peer = BridgePeer::Sibling(SiblingPeer::new(peer));
         bridge.open = true;
         bridge.writable = true;
         let _ = self.shard.accept(cx.now, to);
@@ -392,7 +379,6 @@ impl Device {
         }
         self.drain_events(cx);
         self.update_bridge(key, cx);
-        self.handoff_if_returned(key, cx);
     }
 
     /// Copies out and returns all chains that a sibling recalls.

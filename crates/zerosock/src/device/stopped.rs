@@ -50,7 +50,8 @@ impl Device {
             // The queue has not stopped yet.
             return self.begin_stop(cx);
         }
-        let connections = self.bridges.len() - self.lingering.len();
+        let bridges = self.bridges.len() - self.lingering.len();
+        let connections = bridges + self.app.flows.len();
         if self.queues.rings.rx.is_some() || self.queues.rings.tx.is_some() || connections == 0 {
             return;
         }

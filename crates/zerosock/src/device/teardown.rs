@@ -10,6 +10,7 @@ use zerosock_proto::vsock::Event as CoreEvent;
 use zerosock_virtio::command;
 use zerosock_virtio::ring::Ring;
 
+use super::events::GONE;
 use super::state::teardown::Teardown;
 use super::zero_copy::{read_reports, return_reported};
 use super::{Context, Device};
@@ -64,11 +65,16 @@ impl Device {
             .shard
             .handle_transport_reset_in_parts(cx.now, next, SLOTS);
         while let Some(event) = self.shard.poll_event() {
-            if let CoreEvent::Refused { flow, reason } = event {
-                self.count_refused(flow, reason, cx);
+            match event {
+                CoreEvent::Refused { flow, reason } => {
+                    self.count_refused(flow, reason, cx);
+                    self.end_app(flow, false, GONE, cx);
+                }
+                CoreEvent::Closed { flow, .. } => self.end_app(flow, false, GONE, cx),
+                _ => {}
             }
         }
-        is_last && self.forget_handed_off(PART, cx)
+        is_last
     }
 
     /// Ends the sockets and timers that are left after the connections.
@@ -110,13 +116,18 @@ impl Device {
             {
                 ring.reset_pending = false;
             }
-            self.reset_next = Some(0);
+            self.reset_next = Some((0, 0));
         }
-        let Some(mut next) = self.reset_next else {
+        let Some((mut bridge, mut flow)) = self.reset_next else {
             return false;
         };
-        let (keys, more) = self.bridges.next_keys(&mut next, PART);
-        self.reset_next = more.then_some(next);
+        let (keys, more) = self.bridges.next_keys(&mut bridge, PART);
+        let (flows, more_flows) = self.app.flows.next_part(&mut flow, PART);
+        let more = more || more_flows;
+        self.reset_next = more.then_some((bridge, flow));
+        for flow in flows {
+            self.reset_app(flow, cx);
+        }
         for key in keys {
             // Lingering bridges have no flow any more.
             if self.bridges.get(key).is_some_and(|it| it.flow.is_some()) {

@@ -21,6 +21,7 @@ use zerosock_virtio::poller::EventKind;
 use zerosock_virtio::queues::{QueueSet, Quiesced, Rings, Scope};
 use zerosock_virtio::ring::Ring;
 
+use super::events::{GONE, RESET};
 use super::model::used_pairs;
 use super::state::bridge::{Bridge, BridgePeer};
 use super::{Context, Device, EVENT, RX, Shared, TX, VsockRings};
@@ -103,23 +104,10 @@ impl WorkerDevice for Device {
     }
 
     fn on_message(&mut self, message: SiblingMessage, cx: &mut Context<'_>) {
-        match message {
-            SiblingMessage::HandOff { to, pair } => {
-                if let Some((queue_pair, handoff)) = self.extract(to, pair, cx) {
-                    // Ahead of other messages: the embedding program must always find the
-                    // connection.
-                    let message = SiblingMessage::TakeOver(handoff);
-                    cx.outbox.send_urgent(queue_pair, message);
-                }
-            }
-            message => self.handle_sibling_message(message, cx),
-        }
+        self.handle_sibling_message(message, cx);
     }
 
     fn undeliverable(message: SiblingMessage, cx: &mut Context<'_>) {
-        if let SiblingMessage::TakeOver(handoff) = message {
-            return handoff.abandon(cx);
-        }
         if let Some((to, answer)) = message.undeliverable() {
             cx.outbox.send(to, answer);
         }
@@ -212,6 +200,9 @@ impl WorkerDevice for Device {
         for key in self.bridges.keys() {
             self.end_bridge(key, cx);
         }
+        for flow in self.app.flows.all() {
+            self.end_app(flow, false, GONE, cx);
+        }
         self.stop_listening(cx);
         self.queues.link = None;
         command::disconnect(self, cx);
@@ -228,7 +219,10 @@ impl WorkerDevice for Device {
         for key in self.bridges.keys() {
             self.reset_bridge(key, cx);
         }
-        self.end_associations("reset by the daemon", cx);
+        for flow in self.app.flows.all() {
+            self.reset_app(flow, cx);
+        }
+        self.end_associations(RESET, cx);
         self.turn(cx);
         // Also what the turn has put off: the next daemon would see these packets again.
         for ring in self.queues.rings.running() {
@@ -245,7 +239,8 @@ impl VirtioDevice for Device {
     }
 
     fn set_features(&mut self, features: u64) {
-        self.shard.set_moves(features & F_PAIRS != 0);
+        let pair = (features & F_PAIRS != 0).then_some(self.queue_pairs.pair);
+        self.shard.set_declines_moves(pair);
         self.shard.set_seqpacket(features & F_SEQPACKET != 0);
         // Only the first queue pair carries datagrams.
         let first = self.queue_pairs.pair == 0;

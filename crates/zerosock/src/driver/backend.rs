@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use zerosock_proto::vsock::datagram::DatagramId;
-use zerosock_proto::vsock::{ConnectError, FlowId, How, ListenError, MoveError, Shard};
+use zerosock_proto::vsock::{ConnectError, FlowId, How, ListenError, Shard};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 use zerosock_ring::GuestSlice;
@@ -255,14 +255,6 @@ impl Backend for Driver {
 
     fn queue_pair(&self, id: StreamId) -> u16 {
         Driver::queue_pair(self, id).unwrap_or(0)
-    }
-
-    fn move_to_pair(&mut self, id: StreamId, pair: u16) -> Result<(), MoveError> {
-        Driver::move_to_pair(self, id, pair)
-    }
-
-    fn is_moving(&self, id: StreamId) -> bool {
-        Driver::is_moving(self, id)
     }
 
     fn set_connect_timeout(&mut self, id: StreamId, timeout: Duration) {

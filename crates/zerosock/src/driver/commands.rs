@@ -128,7 +128,7 @@ impl Driver {
     /// the handle becomes invalid. A connection that the peer has not answered yet is reset.
     pub fn close(&mut self, stream: StreamId) -> Result<(), DriverError> {
         let now = self.now();
-        if let Some((queue_pair, flow)) = self.flow_of(stream)
+        if let Some((queue_pair, flow)) = self.remove_flow(stream)
             && self.store.queue_pairs[queue_pair]
                 .shard
                 .shutdown(now, flow, How::BOTH)
@@ -143,7 +143,7 @@ impl Driver {
 
     /// Resets a connection; the handle becomes invalid.
     pub fn abort(&mut self, stream: StreamId) {
-        if let Some((queue_pair, flow)) = self.flow_of(stream) {
+        if let Some((queue_pair, flow)) = self.remove_flow(stream) {
             // Fails only for a flow that has ended.
             let _ = self.store.queue_pairs[queue_pair].shard.reset(flow);
         }

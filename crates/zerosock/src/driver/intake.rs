@@ -272,10 +272,7 @@ impl Driver {
                 return Some(Arrival::of_message(flow, len, flags));
             }
             Disposition::Handled => {}
-            Disposition::Moved { flow, pair } => self.moved(slot.queue_pair, flow, pair, &repr),
-            Disposition::MovedStray { pair } => self.reset_unknown_move(pair, &repr),
-            // Devices alone receive moves.
-            Disposition::Move { .. } | Disposition::Dropped(_) => self.stats.rx_dropped += 1,
+            Disposition::Dropped(_) => self.stats.rx_dropped += 1,
         }
         self.store.release(slot);
         None
@@ -290,9 +287,14 @@ impl Driver {
     /// The connection of a flow of the protocol core.
     #[inline]
     pub(super) fn flow(&self, queue_pair: QueuePairId, flow: FlowId) -> Option<StreamId> {
-        let stream = self.store.queue_pairs[queue_pair].flows.get(flow)?;
-        let conn = self.sockets.get(stream)?;
-        (conn.flow == Some(flow) && conn.pool == queue_pair.pool()).then_some(stream)
+        self.store.queue_pairs[queue_pair].flows.get(flow)
+    }
+
+    /// Removes the flow of a connection that is being closed from the table; returns it.
+    pub(super) fn remove_flow(&mut self, id: StreamId) -> Option<(QueuePairId, FlowId)> {
+        let (queue_pair, flow) = self.flow_of(id)?;
+        self.store.queue_pairs[queue_pair].flows.remove(flow);
+        Some((queue_pair, flow))
     }
 
     /// The queue pair and flow of a connection that has one.
@@ -368,7 +370,8 @@ impl Driver {
                     }
                 }
                 Event::Refused { flow, reason } => {
-                    if let Some(stream) = self.flow(queue_pair, flow) {
+                    let ended = self.store.queue_pairs[queue_pair].flows.remove(flow);
+                    if let Some(stream) = ended {
                         self.set_state(stream, StreamState::Reset);
                         if let Some(entry) = self.sockets.get_mut(stream) {
                             entry.flow = None;
@@ -449,7 +452,8 @@ impl Driver {
 
     pub(super) fn closed(&mut self, queue_pair: QueuePairId, flow: FlowId, orderly: bool) {
         self.store.queue_pairs[queue_pair].coalesced.forget(flow);
-        let Some(stream) = self.flow(queue_pair, flow) else {
+        let ended = self.store.queue_pairs[queue_pair].flows.remove(flow);
+        let Some(stream) = ended else {
             return;
         };
         let Some(entry) = self.sockets.get_mut(stream) else {

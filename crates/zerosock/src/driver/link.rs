@@ -235,6 +235,5 @@ impl Link {
     /// Passes the negotiated features to a shard.
     pub(crate) fn apply_features(&self, shard: &mut Shard) {
         shard.set_seqpacket(self.seqpacket);
-        shard.set_moves(self.pairs != QueuePairs::ONE);
     }
 }

@@ -38,7 +38,6 @@ mod config;
 mod datagrams;
 mod errors;
 mod events;
-mod flows;
 #[cfg(test)]
 mod hostile_tests;
 mod intake;
@@ -49,9 +48,6 @@ mod message_loans;
 #[cfg(test)]
 mod message_tests;
 pub(crate) mod messages;
-mod moving;
-#[cfg(test)]
-mod moving_tests;
 mod queue_pairs;
 mod queues;
 mod setup;

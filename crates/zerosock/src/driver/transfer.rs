@@ -360,20 +360,6 @@ impl Driver {
         Ok(())
     }
 
-    /// Sends the coalesced writes of a connection, if there are credit and a slot. Returns whether
-    /// none are left.
-    pub(super) fn try_flush_coalesced(&mut self, queue_pair: QueuePairId, flow: FlowId) -> bool {
-        if self.store.queue_pairs[queue_pair].coalesced.has(flow) {
-            self.store.queue_pairs[queue_pair]
-                .shard
-                .flush_coalesced(flow);
-            let now = self.now();
-            // The error recurs in the next turn, which reports it.
-            let _ = self.send_coalesced(queue_pair, now);
-        }
-        !self.store.queue_pairs[queue_pair].coalesced.has(flow)
-    }
-
     /// Receives into `out`: at least one byte, or 0 at the end of the stream or for an empty `out`.
     pub fn recv(&mut self, stream: StreamId, out: &mut [u8]) -> Result<usize, RecvError> {
         let done = self.sockets.read(stream, out, false, &mut self.store);

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use zerosock_proto::vsock::datagram::DatagramId;
-use zerosock_proto::vsock::{ConnectError, How, ListenError, MoveError};
+use zerosock_proto::vsock::{ConnectError, How, ListenError};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 use zerosock_virtio::poller::Events;
@@ -219,17 +219,6 @@ pub(crate) trait Backend: ConnectionCalls + Send {
 
     /// The queue pair of a connection.
     fn queue_pair(&self, id: StreamId) -> u16;
-
-    /// Requests to move a connection to another queue pair. Visible after the next flush. The
-    /// connection becomes writable when the move has completed or failed.
-    fn move_to_pair(&mut self, _: StreamId, _: u16) -> Result<(), MoveError> {
-        Err(MoveError::NotNegotiated)
-    }
-
-    /// Whether a move to another queue pair is in progress.
-    fn is_moving(&self, _: StreamId) -> bool {
-        false
-    }
 
     /// The copy of a lease's bytes, if they were moved.
     fn copy_of(&self, index: u32) -> Option<Copied>;

@@ -4,6 +4,7 @@
 //! - [`backend`], [`datagrams`]: the traits between the API and that half of the queues;
 //! - [`calls`]: the calls of those traits that both halves implement alike;
 //! - [`sockets`]: the table of connections, their leases and loans, and the limits on held buffers;
+//! - [`flows`]: the connection of each flow;
 //! - [`places`]: where the bytes of leases and loans lie;
 //! - [`leases`]: lease state shared with the holders of leases and loans;
 //! - [`inboxes`]: received datagrams;
@@ -18,6 +19,7 @@ pub(crate) mod backend;
 pub(crate) mod calls;
 pub(crate) mod coalesced;
 pub(crate) mod datagrams;
+pub(crate) mod flows;
 pub(crate) mod inboxes;
 pub(crate) mod leases;
 pub(crate) mod listeners;

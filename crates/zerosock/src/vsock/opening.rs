@@ -237,8 +237,7 @@ impl EndpointBuilder {
     /// serve --queue-pairs`,
     /// [`DaemonConfig::queue_pairs`](crate::daemon::DaemonConfig::queue_pairs);
     /// docs/queue-pairs.md). Each pair belongs to another worker of the device and has buffers of
-    /// its own. A hash of the addresses assigns connections to pairs; they can be
-    /// [moved](super::Stream::move_to_queue_pair).
+    /// its own. A hash of the addresses assigns connections to pairs.
     ///
     /// ```
     /// # let dir = tempfile::tempdir()?;
@@ -262,9 +261,7 @@ impl EndpointBuilder {
     /// # let accept = std::thread::spawn(move || (listener.accept().unwrap().0, server));
     /// let stream = endpoint.connect(to)?;
     /// # let (theirs, server) = accept.join().unwrap();
-    /// let other = 1 - stream.queue_pair();
-    /// stream.move_to_queue_pair(other)?;
-    /// assert_eq!(stream.queue_pair(), other);
+    /// assert!(stream.queue_pair() < 2);
     /// # daemon.shutdown();
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```

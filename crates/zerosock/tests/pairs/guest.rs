@@ -10,7 +10,7 @@ use zerosock_proto::Instant;
 use zerosock_proto::vsock::{
     Disposition, Event, FlowId, How, PortTable, QueuePairs, Shard, ShardConfig,
 };
-use zerosock_proto::wire::vsock::SocketType;
+use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
 
 use super::common::raw::{RawGuest, connect};
 
@@ -28,7 +28,10 @@ pub(crate) struct Conn {
     /// Bytes to send, and the number of them that have a header.
     outgoing: Vec<u8>,
     sent: usize,
-    pub(crate) moves: usize,
+    /// MOVE was sent and is not answered.
+    asked: bool,
+    /// Declined moves.
+    pub(crate) declined: usize,
 }
 
 /// See the module.
@@ -51,9 +54,7 @@ impl PairsGuest {
                 buf_alloc: 16384,
                 ..ShardConfig::driver(raw.cid)
             };
-            let mut shard = Shard::new(config, ports.clone());
-            shard.set_moves(true);
-            shard
+            Shard::new(config, ports.clone())
         };
         let mut shards: Vec<Shard> = (0..pairs.get()).map(shard).collect();
         shards[0].listen(Port::new(port), 64).unwrap();
@@ -111,15 +112,44 @@ impl PairsGuest {
         shard.shutdown(NOW, flow, how).unwrap();
     }
 
-    /// Starts a move to `pair`. False: not possible now.
-    pub(crate) fn ask_move(&mut self, conn: usize, pair: u16) -> bool {
-        match self.conns[conn].at {
-            Some((at, flow)) if at != pair => {
-                let shard = &mut self.shards[usize::from(at)];
-                shard.request_move(flow, pair).is_ok()
-            }
-            _ => false,
+    /// Asks the device to move a connection to `pair`, as older drivers did, unless a move is not answered
+    /// yet.
+    pub(crate) fn ask_move(&mut self, conn: usize, pair: u16) {
+        let Some((at, flow)) = self.conns[conn].at else {
+            return;
+        };
+        let info = self.shards[usize::from(at)].flow(flow);
+        if let Some(info) = info
+            && !self.conns[conn].asked
+            && self.raw.may_send_on(at)
+        {
+            let header = Repr {
+                src: info.local,
+                dst: info.peer,
+                len: 0,
+                socket_type: info.socket_type.into(),
+                op: Op::Move.into(),
+                flags: pair.into(),
+                buf_alloc: info.buf_alloc,
+                fwd_cnt: info.fwd_cnt,
+            };
+            self.raw.send_on(at, &header, &[]);
+            self.conns[conn].asked = true;
         }
+    }
+
+    /// A move was answered: the connection stays at its pair.
+    fn declined(&mut self, pair: u16, header: &Repr) {
+        assert_eq!(header.flags, u32::from(pair), "{header}");
+        let shard = &self.shards[usize::from(pair)];
+        let asked = self.conns.iter_mut().find(|conn| {
+            let flow = conn.at.filter(|at| at.0 == pair).map(|at| at.1);
+            let info = flow.and_then(|flow| shard.flow(flow));
+            info.is_some_and(|info| (info.local, info.peer) == (header.dst, header.src))
+        });
+        let conn = asked.expect("an answer to no connection");
+        conn.asked = false;
+        conn.declined += 1;
     }
 
     /// Processes received packets, and sends as there is room. False: nothing was done.
@@ -151,7 +181,10 @@ impl PairsGuest {
         busy
     }
 
-    fn packet(&mut self, pair: u16, header: &zerosock_proto::wire::vsock::Repr, payload: &[u8]) {
+    fn packet(&mut self, pair: u16, header: &Repr, payload: &[u8]) {
+        if header.op == Op::Moved.into() {
+            return self.declined(pair, header);
+        }
         let shard = &mut self.shards[usize::from(pair)];
         match shard.handle_packet(NOW, header) {
             Disposition::Deliver { flow, len, .. } => {
@@ -159,22 +192,6 @@ impl PairsGuest {
                 let conn = &mut self.conns[self.by_id[&(pair, flow)]];
                 assert_eq!(conn.at, Some((pair, flow)));
                 conn.received.extend_from_slice(payload);
-            }
-            Disposition::Moved { flow, pair: there } if there == u32::from(pair) => {
-                shard.resume(flow).unwrap();
-            }
-            Disposition::Moved { flow, pair: there } => {
-                let there = there as u16;
-                let (snapshot, answer) = shard.extract(flow, there).unwrap();
-                assert!(answer.is_none());
-                let now = self.shards[usize::from(there)].insert(snapshot).unwrap();
-                let conn = self.by_id.remove(&(pair, flow)).unwrap();
-                self.by_id.insert((there, now), conn);
-                self.conns[conn].at = Some((there, now));
-                self.conns[conn].moves += 1;
-            }
-            Disposition::MovedStray { pair: there } => {
-                self.shards[there as usize].reset_stray(header);
             }
             Disposition::Handled | Disposition::Dropped(_) => {}
             other => panic!("{other:?}"),

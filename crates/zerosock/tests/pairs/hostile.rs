@@ -1,5 +1,5 @@
-//! Drivers that move connections that they do not have, move to pairs that do not exist, or
-//! disconnect during a move.
+//! Drivers that ask for moves of connections that they do not have, or to pairs that do not exist, or
+//! again and again.
 
 use std::io::Write;
 
@@ -37,7 +37,7 @@ fn next(guest: &mut PairsGuest, pair: u16) -> Repr {
 }
 
 #[test]
-fn a_move_to_a_missing_pair_is_refused_and_the_connection_continues() {
+fn a_move_to_any_pair_is_declined_and_the_connection_continues() {
     let daemon = TestDaemon::with(1, tune);
     let listener = daemon.host_listener(PORT);
     let mut guest = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
@@ -45,7 +45,7 @@ fn a_move_to_a_missing_pair_is_refused_and_the_connection_continues() {
     until(&mut [&mut guest], |guests| guests[0].conns[conn].connected);
     let mut program = listener.accept().unwrap().0;
     let (pair, _) = guest.conns[conn].at.unwrap();
-    for wanted in [3, 16, 65_536 + 1, u32::MAX, u32::from(pair)] {
+    for wanted in [0, 1, 2, 3, 16, 65_536 + 1, u32::MAX] {
         let header = move_header(&guest, 6000, wanted);
         guest.raw.send_on(pair, &header, &[]);
         let answer = next(&mut guest, pair);
@@ -70,7 +70,7 @@ fn a_connection_that_is_not_there_cannot_be_moved() {
 }
 
 #[test]
-fn a_driver_that_repeats_move_and_never_sends_at_the_new_pair_harms_only_itself() {
+fn a_driver_that_repeats_move_harms_no_connection() {
     let daemon = TestDaemon::with(2, tune);
     let listener = daemon.host_listener(PORT);
     let mut guest = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
@@ -88,48 +88,20 @@ fn a_driver_that_repeats_move_and_never_sends_at_the_new_pair_harms_only_itself(
         }
         guest.raw.send_on(pair, &header, &[]);
     }
-    // The connection is at another pair now, where the driver never sends; the other one works.
+    // Its answers wait for buffers, and no payload is lost.
     for program in &mut programs {
         program.write_all(b"hello").unwrap();
     }
     until(&mut [&mut guest], |guests| {
-        guests[0].conns[good].received == b"hello"
+        [good, bad]
+            .iter()
+            .all(|&conn| guests[0].conns[conn].received == b"hello")
     });
     drop(guest);
     // The device is free for the next front-end.
     let mut guest = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
     let conn = guest.connect(6000, to);
     until(&mut [&mut guest], |guests| guests[0].conns[conn].connected);
-}
-
-#[test]
-fn a_driver_that_disconnects_during_a_move_leaves_nothing_behind() {
-    for _ in 0..10 {
-        let daemon = TestDaemon::with(2, tune);
-        let mut one = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
-        let mut two = PairsGuest::attach(&daemon.vms[1].socket, 3, PORT);
-        let cid = two.raw.cid;
-        let conns: Vec<usize> = (0..8)
-            .map(|n| one.connect(6000 + n, Address::new(cid, Port::new(PORT))))
-            .collect();
-        until(&mut [&mut one, &mut two], |guests| {
-            guests[0].conns.iter().all(|conn| conn.connected)
-        });
-        for &conn in &conns {
-            one.send(conn, &[7; 5000]);
-            let (at, _) = one.conns[conn].at.unwrap();
-            one.ask_move(conn, (at + 1) % 3);
-        }
-        one.pump();
-        drop(one);
-        // The other guest's connections end, and all its chains return.
-        until(&mut [&mut two], |guests| {
-            guests[0].conns.iter().all(|conn| conn.at.is_none())
-                && (0..3).all(|pair| guests[0].raw.is_idle_on(pair))
-        });
-        let stats = daemon.stats().unwrap();
-        assert_eq!(stats.conns_added, stats.conns_removed, "{stats:?}");
-    }
 }
 
 #[test]
@@ -230,7 +202,7 @@ fn a_driver_that_sends_after_move_gets_every_buffer_back() {
         buf_alloc: 16384,
         fwd_cnt: 0,
     };
-    // Bytes, MOVE, bytes, without a pause, so that some are in flight when the connection moves.
+    // Bytes, MOVE, bytes, without a pause: an older driver would wait for the answer.
     for n in 0..16 {
         while !one.raw.may_send_on(pair) {
             two.pump();

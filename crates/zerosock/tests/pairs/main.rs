@@ -1,5 +1,5 @@
 //! Devices with several queue pairs (docs/queue-pairs.md): connections begin at the pair of their
-//! hash, and move between pairs while bytes pass in both directions.
+//! hash, and stay there whatever an older driver asks for.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -10,6 +10,5 @@ mod hosted;
 mod hostile;
 #[path = "../hosting/mod.rs"]
 mod hosting;
-mod movers;
-mod moves;
 mod placing;
+mod streams;

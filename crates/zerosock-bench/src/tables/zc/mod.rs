@@ -4,21 +4,25 @@
 //! network namespace and on a core of its own. Contestants take turns and send the same number of
 //! buffers, over a new socket for each measurement.
 
+mod loops;
 pub(crate) mod notify;
 pub(crate) mod send;
 mod sockets;
 mod tool;
 
 use std::collections::VecDeque;
+use std::ops::Deref;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
-use zerosock::zc::{Completion, Copying, Outgoing, Pool, PoolBuf, SendBackend, Sender, Stable};
-use zerosock_zc::sys::bare::{self, Bare, Counts, Posting};
+use zerosock::zc::{
+    Completion, Copying, Outgoing, Pool, PoolBuf, SendBackend, Sender, Stable, notifications,
+};
 
 use crate::bench::Bench;
 use crate::report::line;
+use loops::{CopyMode, Counts, Posting, over_error_queue, over_ring};
 use sockets::{Carried, Network, with_network};
 
 /// Requests per submission to the kernel.
@@ -139,17 +143,17 @@ fn blocks(size: usize) -> Result<Vec<PoolBuf>, String> {
 }
 
 /// The kernel's interface without zerosock.
-fn bare_ring<B: Stable>(
+fn ring_loop<B: Deref<Target = [u8]>>(
     carried: &Carried,
     buffers: Vec<B>,
-    how: Bare,
+    mode: CopyMode,
     posting: Posting,
     mut window: Window,
 ) -> Result<Measured, String> {
     let socket = carried.socket()?;
     let is_stream = carried.is_stream();
-    let how = (how, posting);
-    bare::over_ring(socket.as_fd(), buffers, BATCH, how, is_stream, |counts| {
+    let mode = (mode, posting);
+    over_ring(socket.as_fd(), buffers, BATCH, mode, is_stream, |counts| {
         window.continues(counts)
     })
     .map_err(line)?;
@@ -157,18 +161,17 @@ fn bare_ring<B: Stable>(
 }
 
 /// Sends over the error queue, as the kernel's test program msg_zerocopy does.
-fn bare_queue(
+fn error_queue_loop(
     carried: &Carried,
     size: usize,
     limit: u32,
     mut window: Window,
 ) -> Result<Measured, String> {
     let socket = carried.socket()?;
-    let permitted = zerosock_zc::sys::permit_zero_copy(&socket).map_err(line)?;
-    if !permitted {
+    if !notifications::permit(&socket) {
         return Err("the socket does not support zero-copy sends".to_owned());
     }
-    bare::over_error_queue(socket.as_fd(), vectors(size), limit, |counts| {
+    over_error_queue(socket.as_fd(), vectors(size), limit, |counts| {
         window.continues(counts)
     })
     .map_err(line)?;

@@ -3,7 +3,7 @@
 use zerosock::zc::{Copying, SendBackend};
 
 use super::sockets::Carried;
-use super::{Measured, Ours, Window, bare_queue, measure_in_network, ours, vectors};
+use super::{Measured, Ours, Window, error_queue_loop, measure_in_network, ours, vectors};
 use crate::bench::Bench;
 use crate::report::Metric;
 
@@ -61,7 +61,7 @@ fn case_of(bench: &mut Bench<'_>, carried: Carried, limit: u32, case: &str) {
     let outcomes = bench.measure(case, &WAYS, |backend| {
         let window = Window::new(bench.settings.warm, bench.settings.time);
         if backend.is_none() {
-            return bare_queue(&carried, SIZE, limit, window);
+            return error_queue_loop(&carried, SIZE, limit, window);
         }
         let how = Ours {
             backend: *backend,

@@ -1,11 +1,11 @@
 //! Sends per second: copying, zero-copy, and zero-copy with a notification for each send.
 
 use zerosock::zc::Copying;
-use zerosock_zc::sys::bare::{Bare, Posting};
 
+use super::loops::{CopyMode, Posting};
 use super::sockets::Carried;
 use super::{
-    BATCH, Measured, Ours, Window, bare_ring, blocks, measure_in_network, ours, tool, vectors,
+    BATCH, Measured, Ours, Window, blocks, measure_in_network, ours, ring_loop, tool, vectors,
 };
 use crate::args::Settings;
 use crate::bench::Bench;
@@ -33,33 +33,33 @@ const METHOD: &str = "One thread, pinned to a core, sends 64 buffers in turn ove
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Variant {
     /// The kernel's interface without zerosock.
-    Bare(Bare, Posting),
+    Loop(CopyMode, Posting),
     /// The kernel's own test program.
-    Tool(Bare),
+    Tool(CopyMode),
     /// zerosock's sender with a fixed back-end and one flush at the end.
-    Ours(Bare),
+    Ours(CopyMode),
     /// zerosock's sender with a flush for each send.
-    Flush(Bare),
+    Flush(CopyMode),
     /// zerosock's sender, which chooses between copying and zero-copy.
-    Auto(Bare),
+    Auto(CopyMode),
 }
 
-use Bare::{Plain, Registered, ZeroCopy};
+use CopyMode::{Plain, Registered, ZeroCopy};
 use Posting::{OnAsking, OnEntry};
 use Variant::{Auto, Flush, Tool};
 
 /// The bare loop, with both kinds of rings.
-const BARE_PLAIN: &[Variant] = &[
-    Variant::Bare(Plain, OnEntry),
-    Variant::Bare(Plain, OnAsking),
+const LOOP_PLAIN: &[Variant] = &[
+    Variant::Loop(Plain, OnEntry),
+    Variant::Loop(Plain, OnAsking),
 ];
-const BARE_ZC: &[Variant] = &[
-    Variant::Bare(ZeroCopy, OnEntry),
-    Variant::Bare(ZeroCopy, OnAsking),
+const LOOP_ZC: &[Variant] = &[
+    Variant::Loop(ZeroCopy, OnEntry),
+    Variant::Loop(ZeroCopy, OnAsking),
 ];
-const BARE_REGISTERED: &[Variant] = &[
-    Variant::Bare(Registered, OnEntry),
-    Variant::Bare(Registered, OnAsking),
+const LOOP_REGISTERED: &[Variant] = &[
+    Variant::Loop(Registered, OnEntry),
+    Variant::Loop(Registered, OnAsking),
 ];
 
 /// Name of the peers, and the peers: the fastest of them is compared.
@@ -70,13 +70,13 @@ const ROWS: [(&str, Variant, &[Peers]); 7] = [
     (
         "plain",
         Variant::Ours(Plain),
-        &[("bare, plain", BARE_PLAIN), (tool::NAME, &[Tool(Plain)])],
+        &[("bare, plain", LOOP_PLAIN), (tool::NAME, &[Tool(Plain)])],
     ),
     (
         "zc",
         Variant::Ours(ZeroCopy),
         &[
-            ("bare, zc", BARE_ZC),
+            ("bare, zc", LOOP_ZC),
             (tool::NAME, &[Tool(ZeroCopy)]),
             ("zerosock, plain", &[Variant::Ours(Plain)]),
         ],
@@ -85,7 +85,7 @@ const ROWS: [(&str, Variant, &[Peers]); 7] = [
         "zc, registered",
         Variant::Ours(Registered),
         &[
-            ("bare, registered", BARE_REGISTERED),
+            ("bare, registered", LOOP_REGISTERED),
             (tool::NAME, &[Tool(Registered)]),
             ("zerosock, plain", &[Variant::Ours(Plain)]),
         ],
@@ -194,12 +194,12 @@ fn measure(
 ) -> Result<Measured, String> {
     let window = Window::new(settings.warm, settings.time);
     let (memory, copying, flush) = match variant {
-        Variant::Tool(how) => return tool::run(&carried, size, how),
-        Variant::Bare(Registered, posting) => {
-            return bare_ring(&carried, blocks(size)?, Registered, posting, window);
+        Variant::Tool(mode) => return tool::run(&carried, size, mode),
+        Variant::Loop(Registered, posting) => {
+            return ring_loop(&carried, blocks(size)?, Registered, posting, window);
         }
-        Variant::Bare(how, posting) => {
-            return bare_ring(&carried, vectors(size), how, posting, window);
+        Variant::Loop(mode, posting) => {
+            return ring_loop(&carried, vectors(size), mode, posting, window);
         }
         Variant::Ours(Plain) => (Plain, Copying::Always, false),
         Variant::Ours(memory) => (memory, Copying::Never, false),

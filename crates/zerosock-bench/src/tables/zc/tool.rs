@@ -9,8 +9,7 @@ use std::io;
 use std::process::Command;
 use std::time::Duration;
 
-use zerosock_zc::sys::bare::{Bare, Counts};
-
+use super::loops::{CopyMode, Counts};
 use super::sockets::Carried;
 use super::{BATCH, Measured};
 
@@ -40,7 +39,7 @@ pub(super) fn missing() -> Option<String> {
 }
 
 /// Runs it in this thread's network namespace and on its core.
-pub(super) fn run(carried: &Carried, size: usize, how: Bare) -> Result<Measured, String> {
+pub(super) fn run(carried: &Carried, size: usize, mode: CopyMode) -> Result<Measured, String> {
     let to = carried.to();
     let output = Command::new(program())
         .arg(if to.is_ipv4() { "-4" } else { "-6" })
@@ -49,10 +48,10 @@ pub(super) fn run(carried: &Carried, size: usize, how: Bare) -> Result<Measured,
         .arg(format!("-s{size}"))
         .arg(format!("-n{BATCH}"))
         .arg(format!("-t{SECONDS}"))
-        .arg(match how {
-            Bare::Plain => "-m0",
-            Bare::ZeroCopy => "-m1",
-            Bare::Registered => "-m2",
+        .arg(match mode {
+            CopyMode::Plain => "-m0",
+            CopyMode::ZeroCopy => "-m1",
+            CopyMode::Registered => "-m2",
         })
         .arg(if carried.is_stream() { "tcp" } else { "udp" })
         .output()

@@ -8,7 +8,7 @@ use core::hash::BuildHasher;
 
 use super::Shard;
 use crate::time::Instant;
-use crate::vsock::connection::{End, MoveState, Pending};
+use crate::vsock::connection::{End, Pending};
 use crate::vsock::event::{CloseReason, RefuseReason};
 use crate::vsock::ports::PortRef;
 use crate::vsock::state::{Input, State, transition};
@@ -67,7 +67,6 @@ impl<S: BuildHasher> Shard<S> {
             self.undecided -= 1;
         }
         connection.state = State::Closed;
-        connection.move_state = MoveState::No;
         connection.control = Default::default();
         connection.control.rst = rst;
         connection.control.no_socket = undecided;

@@ -18,7 +18,7 @@
 use core::hash::BuildHasher;
 
 use super::Shard;
-use crate::vsock::connection::{Connection, MoveState, Queued};
+use crate::vsock::connection::{Connection, Queued};
 use crate::vsock::credit::SMALL_PACKET;
 use crate::vsock::flow_id::FlowId;
 use crate::wire::vsock::SocketType;
@@ -156,11 +156,10 @@ impl<S: BuildHasher> Shard<S> {
 }
 
 /// Whether bytes of a connection may be coalesced. Not behind queued sends or while a reservation
-/// is outstanding, which go first, nor while the connection is being moved.
+/// is outstanding, which go first.
 fn can_coalesce(connection: &Connection) -> bool {
     connection.socket_type == SocketType::Stream
         && connection.may_send()
-        && connection.move_state == MoveState::No
         && !connection.control.response
         && !connection.tx.has_reserved()
         && (connection.coalescing || !connection.has_queued && connection.tx.available() > 0)

@@ -96,7 +96,7 @@ impl<S: BuildHasher> Shard<S> {
 
     /// Frees a pair of addresses. False: a live connection has them. A closed connection that has a
     /// queued RST is removed from the map: its RST is queued first and will be sent first.
-    pub(super) fn vacate(&mut self, key: &Key) -> bool {
+    fn vacate(&mut self, key: &Key) -> bool {
         let Some(index) = self.table.find(key) else {
             return true;
         };
@@ -111,11 +111,33 @@ impl<S: BuildHasher> Shard<S> {
     }
 
     /// Our own CID, which listeners are bound to.
-    pub(super) fn own_cid(&self) -> Cid {
+    fn own_cid(&self) -> Cid {
         match self.config.role {
             Role::Device { .. } => Cid::HOST,
             Role::Driver { local } => local,
         }
+    }
+
+    /// An unused local port, for a connection that is assigned to a shard by its port;
+    /// [`Port::ANY`]: none is left. A connection that the peer requested may still have these
+    /// addresses: see [`is_connected`](Self::is_connected).
+    pub fn spare_port(&self) -> Port {
+        let Some((address, port_ref)) = self.ports.allocate(self.own_cid()) else {
+            return Port::ANY;
+        };
+        self.ports.release(address, port_ref);
+        address.port
+    }
+
+    /// Whether a live connection here has these addresses, so that [`connect`](Self::connect) would
+    /// fail. Wildcards are not resolved: [`Cid::ANY`] matches no connection.
+    ///
+    /// [`Cid::ANY`]: crate::Cid::ANY
+    pub fn is_connected(&self, local: Address, peer: Address) -> bool {
+        let index = self.table.look_up(&Key { local, peer });
+        let slot = index.and_then(|index| self.table.slots.get(index as usize));
+        let connection = slot.and_then(|slot| slot.connection.as_ref());
+        connection.is_some_and(|connection| connection.state != State::Closed)
     }
 
     /// Listens on `port` of our own CID: REQUESTs to it become

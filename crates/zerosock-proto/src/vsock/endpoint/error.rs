@@ -146,20 +146,3 @@ pub enum SendError {
     #[error("too many queued sends")]
     QueueFull,
 }
-
-/// Why a connection cannot be moved to another queue pair.
-#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug, thiserror::Error)]
-pub enum MoveError {
-    /// The connection has ended.
-    #[error("no such connection")]
-    Stale,
-    /// Caller: moves were not negotiated, or the shard is a device's.
-    #[error("moves were not negotiated, or this is not the driver")]
-    NotNegotiated,
-    /// Not connected yet, or closing.
-    #[error("not possible in the connection's state")]
-    WrongState,
-    /// A move is in progress, or reservations are outstanding.
-    #[error("the connection is busy")]
-    Busy,
-}

@@ -11,8 +11,7 @@
 //!
 //! # Files
 //! `receive` handles packets, `commands` and `messages` the calls of the caller, `coalescing` small
-//! packets, `transmit` returns headers, events and timers, `moving` passes connections between
-//! shards, `closing` ends them, `table` and `list` store them.
+//! packets, `transmit` returns headers, events and timers, `closing` ends connections, `table` and `list` store them.
 
 mod closing;
 mod coalescing;
@@ -22,7 +21,6 @@ mod error;
 mod fast_path_tests;
 mod list;
 mod messages;
-mod moving;
 mod receive;
 mod stats;
 mod table;
@@ -36,10 +34,8 @@ use std::sync::Arc;
 use hashbrown::DefaultHashBuilder;
 
 pub use error::{
-    CommitError, ConnectError, ConsumeError, FlowError, ListenError, MoveError, ReserveError,
-    SendError,
+    CommitError, ConnectError, ConsumeError, FlowError, ListenError, ReserveError, SendError,
 };
-pub use moving::FlowSnapshot;
 pub use stats::ShardStats;
 
 use self::list::{CONTROL, DATA, EVENTS, List};
@@ -178,8 +174,8 @@ pub struct Shard<S = DefaultHashBuilder> {
     config: ShardConfig,
     /// Whether F_SEQPACKET was negotiated.
     seqpacket: bool,
-    /// Whether connections may be moved to other shards.
-    moves: bool,
+    /// The queue pair to name when MOVE of an older driver is declined, if that was negotiated.
+    declines_moves: Option<u16>,
     ports: Arc<PortTable>,
     table: Table<S>,
     live: usize,
@@ -191,7 +187,7 @@ pub struct Shard<S = DefaultHashBuilder> {
     data: List<DATA>,
     events: List<EVENTS>,
     timers: BTreeSet<(Instant, u32)>,
-    /// RSTs that belong to no connection, and MOVEDs for connections that have left.
+    /// RSTs that belong to no connection.
     resets: VecDeque<Repr>,
     stats: ShardStats,
     /// No call takes its fast path.
@@ -214,7 +210,7 @@ impl<S: BuildHasher> Shard<S> {
             resets: VecDeque::with_capacity(config.max_pending_resets),
             config,
             seqpacket: false,
-            moves: false,
+            declines_moves: None,
             ports,
             table: Table::new(hasher),
             live: 0,
@@ -255,9 +251,7 @@ impl<S: BuildHasher> Shard<S> {
         self.timers.len()
     }
 
-    /// Live connections that refer to a port: those that this side has requested. A connection
-    /// counts in the shard where it is now, so the counts of shards with a common port table can be
-    /// added.
+    /// Live connections that refer to a port: those that this side has requested.
     pub fn held_ports(&self) -> usize {
         self.held_ports
     }
@@ -322,6 +316,13 @@ impl<S: BuildHasher> Shard<S> {
     /// that type are reset.
     pub fn set_seqpacket(&mut self, negotiated: bool) {
         self.seqpacket = negotiated;
+    }
+
+    /// Sets the queue pair to name in the answer to MOVE, which asks that a connection continue at another
+    /// pair: an older driver may send it, and waits for MOVED. With `None`, as initially, MOVE is an unknown
+    /// operation.
+    pub fn set_declines_moves(&mut self, pair: Option<u16>) {
+        self.declines_moves = pair;
     }
 
     fn new_connection(&self, key: Key, socket_type: SocketType, state: State) -> Connection {

@@ -163,7 +163,6 @@ impl<S: BuildHasher> Shard<S> {
         };
         match self.table.find(&key) {
             Some(index) => self.receive_for(now, index, header, socket_type),
-            None if self.is_move(header) => self.receive_move(None, header),
             None => self.receive_unconnected(header, key, socket_type),
         }
     }
@@ -251,7 +250,6 @@ impl<S: BuildHasher> Shard<S> {
             // ended the connection as well: then ours would hit the next connection between these
             // ports.
             return match op {
-                _ if self.is_move(header) => self.receive_move(None, header),
                 Some(Op::Rst) => {
                     self.forget_reset(index);
                     Disposition::Dropped(DropReason::StrayReset)
@@ -280,9 +278,13 @@ impl<S: BuildHasher> Shard<S> {
         }
         // RW without payload is valid only at the end of a message.
         let ends = connection.message_flags(header.flags) & SEQ_EOM != 0;
-        self.finish_move(index);
-        if self.is_move(header) {
-            return self.receive_move(Some(index), header);
+        if op == Some(Op::Move)
+            && self.declines_moves.is_some()
+            && matches!(connection.state, State::Established { .. })
+        {
+            connection.control.moved = true;
+            self.credit_changed(index);
+            return Disposition::Handled;
         }
         if op == Some(Op::Rw) && header.len == 0 && !ends {
             self.credit_changed(index);
@@ -372,11 +374,6 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Whether the packet moves a connection to another queue pair.
-    fn is_move(&self, header: &Repr) -> bool {
-        self.moves && matches!(header.op.known(), Some(Op::Move | Op::Moved))
-    }
-
     /// The input of the state table for a packet.
     fn classify(&mut self, op: Option<Op>, header: &Repr, index: Option<u32>) -> Input {
         let connection: Option<&Connection> =
@@ -396,14 +393,14 @@ impl<S: BuildHasher> Shard<S> {
             Some(Op::Rw) => connection.map_or(Input::Rw, |c| classify_payload(c, header)),
             Some(Op::CreditUpdate) => Input::CreditUpdate,
             Some(Op::CreditRequest) => Input::CreditRequest,
-            // Negotiated moves are handled before.
+            // A MOVE that is declined is handled before.
             Some(Op::Move | Op::Moved) | None => Input::Unknown,
         }
     }
 
     /// Answers a packet with RST: addresses swapped, the type kept, no credit. An RST is never
     /// answered.
-    pub(super) fn reset_packet(&mut self, header: &Repr, reason: DropReason) -> Disposition {
+    fn reset_packet(&mut self, header: &Repr, reason: DropReason) -> Disposition {
         if header.op.known() != Some(Op::Rst) {
             if self.resets.len() < self.config.max_pending_resets {
                 self.resets.push_back(Repr {

@@ -14,10 +14,6 @@ pub struct ShardStats {
     pub opened: u64,
     /// Connections ended, failed attempts included.
     pub closed: u64,
-    /// Connections handed to another shard.
-    pub moved_out: u64,
-    /// Connections taken from another shard.
-    pub moved_in: u64,
     /// RSTs sent.
     pub resets_sent: u64,
     /// RSTs by the peer that ended a connection.

@@ -175,25 +175,14 @@ impl<S: BuildHasher> Table<S> {
 
     /// Frees the slot; ids of it are stale from now on.
     pub(super) fn free(&mut self, index: u32) {
-        self.take(index);
-    }
-
-    /// As [`free`](Self::free); returns the connection, which moves to another shard.
-    pub(super) fn take(&mut self, index: u32) -> Option<Connection> {
         self.detach(index);
-        let connection = self.slots[index as usize].connection.take();
+        self.slots[index as usize].connection = None;
         self.free.push(index);
         if self.occupied() == 0 && self.slots.len() > KEPT_SLOTS {
             self.slots = Vec::new();
             self.free = Vec::new();
             self.map = HashTable::new();
         }
-        connection
-    }
-
-    /// Forgets the last connection found: the next packet is found by its hash.
-    pub(super) fn forget_last(&mut self) {
-        self.last_index = NO_SLOT;
     }
 
     /// The connection in a slot. The index comes from our own lists, timers or map.

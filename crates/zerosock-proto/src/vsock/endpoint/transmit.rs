@@ -4,7 +4,7 @@ use core::hash::BuildHasher;
 
 use super::Shard;
 use crate::time::{Duration, Instant};
-use crate::vsock::connection::{End, LIMIT_PROBE, MoveState, WINDOW_PROBE};
+use crate::vsock::connection::{End, LIMIT_PROBE, WINDOW_PROBE};
 use crate::vsock::credit::Stall;
 use crate::vsock::event::{Event, Span, Transmit};
 use crate::vsock::state::{How, Input, State, transition};
@@ -20,7 +20,7 @@ impl<S: BuildHasher> Shard<S> {
     /// were returned.
     pub fn poll_transmit(&mut self, now: Instant, max_payload: u32) -> Option<Transmit> {
         if let Some(header) = self.resets.pop_front() {
-            self.stats.resets_sent += u64::from(header.op == Op::Rst.into());
+            self.stats.resets_sent += 1;
             return Some(Transmit { header, span: None });
         }
         while let Some(index) = self.control.front() {
@@ -52,8 +52,6 @@ impl<S: BuildHasher> Shard<S> {
             self.update_lists(index);
             self.free_if_over(index);
             return Some(header);
-        } else if !matches!(connection.move_state, MoveState::No | MoveState::Requested) {
-            header = self.moving_header(index)?;
         } else if connection.control.request {
             connection.control.request = false;
             header = connection.header(Op::Request, 0, 0);
@@ -73,6 +71,10 @@ impl<S: BuildHasher> Shard<S> {
                 self.apply_action(now, index, next, action);
                 self.rearm(index);
             }
+        } else if connection.control.moved {
+            connection.control.moved = false;
+            let pair = self.declines_moves.unwrap_or_default();
+            header = connection.header(Op::Moved, 0, pair.into());
         } else if connection.control.credit_update {
             header = connection.header(Op::CreditUpdate, 0, 0);
         } else if connection.control.credit_request {

@@ -8,6 +8,7 @@ use zerosock_virtio::ring::Ring;
 
 use super::loans::OldMemory;
 use super::program::HostToken;
+use crate::table::flows::Flows;
 use crate::table::sockets::{Store, Waiters};
 
 /// No pool assigned yet.
@@ -86,6 +87,7 @@ pub(in crate::device) struct AppState {
     pub(in crate::device) pool: u32,
     /// The most descriptors that one chain of the guest has had; limits the chains in the queue.
     pub(in crate::device) descriptors: u16,
+    pub(in crate::device) flows: Flows,
     /// Connections that found no buffer to send in.
     pub(in crate::device) waiters: Waiters,
     /// Receive buffers on loan.
@@ -99,6 +101,7 @@ impl Default for AppState {
         AppState {
             pool: NONE,
             descriptors: 1,
+            flows: Flows::default(),
             waiters: Waiters::default(),
             loans: 0,
             old: Default::default(),

@@ -16,7 +16,6 @@ use crate::device::host_sockets::{HostPort, HostSocket};
 use crate::device::outbound::{HeldChain, Outbound, Spare, Spares};
 
 use super::peer::Peer;
-use crate::table::sockets::StreamId;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use zerosock_proto::vsock::FlowId;
@@ -46,16 +45,6 @@ pub(crate) enum BridgePeer {
     Asked(Option<Peer>),
     /// A sibling.
     Sibling(SiblingPeer),
-    /// The program that embeds the device.
-    App(AppPeer),
-}
-
-/// The embedding program as the peer of a bridge.
-#[derive(Debug)]
-pub(crate) struct AppPeer {
-    pub(crate) id: StreamId,
-    /// Buffers of the guest that the connection has on loan.
-    pub(crate) loans: u16,
 }
 
 /// A sibling as the peer of a bridge.
@@ -72,10 +61,6 @@ pub(crate) struct SiblingPeer {
     pub(crate) stalled: bool,
     /// The sibling's guest will send no more once `inbound` is empty.
     pub(crate) finish: bool,
-    /// The queue pair to which the connection moves once `lent` is 0.
-    pub(crate) move_to: Option<u16>,
-    /// Messages that wait until the handoff from another pair is complete.
-    pub(crate) parked: bool,
 }
 
 impl SiblingPeer {
@@ -87,8 +72,6 @@ impl SiblingPeer {
             lent_later: 0,
             stalled: false,
             finish: false,
-            move_to: None,
-            parked: false,
         }
     }
 
@@ -300,7 +283,7 @@ pub(crate) struct Bridge {
     pub(crate) read_chains: u8,
     /// This bridge's part of the device's sums: chains held, lent or in flight, and overflow bytes.
     pub(super) counted: (u32, u32),
-    /// Payload bytes that the guest has sent, for the log. Not counted for [`BridgePeer::App`], as the next.
+    /// Payload bytes that the guest has sent, for the log.
     pub(crate) from_guest: u64,
     /// Payload bytes to the guest.
     pub(crate) to_guest: u64,

@@ -149,8 +149,9 @@ pub(crate) struct Device {
     pub(in crate::device) bridges: Bridges,
     pub(in crate::device) teardown: Teardown,
     pub(in crate::device) stop: Stop,
-    /// A queue has broken, and the connections from this bridge on have not been reset yet.
-    pub(in crate::device) reset_next: Option<u32>,
+    /// A queue has broken, and the connections from this bridge and from this flow of the program on have
+    /// not been reset yet.
+    pub(in crate::device) reset_next: Option<(u32, usize)>,
     pub(in crate::device) lingering: Lingering,
     pub(in crate::device) backlogs: Backlogs,
     pub(in crate::device) guest_backlogs: GuestBacklogs,

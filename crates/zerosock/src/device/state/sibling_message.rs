@@ -8,14 +8,13 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use zerosock_proto::vsock::{FlowId, FlowSnapshot};
+use zerosock_proto::vsock::FlowId;
 use zerosock_proto::wire::vsock::{Repr, SocketType};
 use zerosock_proto::{Address, Port};
 use zerosock_ring::Memory;
 use zerosock_virtio::outbox::DeviceAddr;
 
 use super::associations::AssociationId;
-use super::bridge::Bridge;
 use super::host::{Caller, Client};
 use super::peer::Peer;
 use crate::device::host_sockets::{HostSocket, Refusal};
@@ -38,8 +37,8 @@ pub(crate) enum SiblingMessage {
     Asking { to: FlowId, from: Peer },
     /// The other immediate answer to `Connect`: the guest cannot be asked.
     Refused { to: FlowId },
-    /// The guest has accepted; `from` is the other side from now on.
-    Accepted { to: FlowId, from: Peer },
+    /// The guest has accepted.
+    Accepted { to: FlowId },
     /// Bytes in the sending guest's memory. Return the chain when they have been read.
     Lent {
         to: FlowId,
@@ -94,25 +93,6 @@ pub(crate) enum SiblingMessage {
     Call { caller: Box<Caller>, local: Port },
     /// To the first queue pair: the driver has connections that the device does not know.
     Lost,
-    /// From a device to its own worker: hand the connection off to queue pair `pair`.
-    HandOff { to: FlowId, pair: u16 },
-    /// Between queue pairs: take over this connection.
-    TakeOver(Box<Handoff>),
-    /// The answer to `TakeOver`: the new address, or `None` if the connection was reset. `answer`
-    /// is the packet for the driver.
-    Arrived {
-        to: FlowId,
-        now: Option<Peer>,
-        answer: Repr,
-    },
-    /// From the old queue pair to the new one: the driver of this connection has gone.
-    Orphaned { to: FlowId },
-    /// From the new queue pair to the sibling: send to `from` now; `old` was the previous address.
-    Relocated { to: FlowId, from: Peer, old: Peer },
-    /// The sibling's answer, to `old`: no more messages follow.
-    Flushed { to: FlowId },
-    /// From the old queue pair to the new one: a message that was sent to the old pair.
-    SentOn(Box<SiblingMessage>),
 
     /// A datagram or flow-control packet for the peer's guest. Return the chain at once.
     Datagram(Datagram),
@@ -136,17 +116,6 @@ pub(crate) struct Dialed {
     pub(in crate::device) address: Option<SocketAddr>,
     /// See [`zerosock_relay::Connected::has_alternative`].
     pub(in crate::device) has_alternative: bool,
-}
-
-/// A connection on its way from one queue pair to another.
-#[derive(Debug)]
-pub(crate) struct Handoff {
-    pub(in crate::device) snapshot: FlowSnapshot,
-    pub(in crate::device) bridge: Bridge,
-    /// Its address at the old pair.
-    pub(in crate::device) old: Peer,
-    /// The answer to the driver's MOVE, sent at the old pair after the arrival.
-    pub(in crate::device) answer: Repr,
 }
 
 /// A packet of type DGRAM on its way from one guest to another.
@@ -183,39 +152,6 @@ impl Payload {
 }
 
 impl SiblingMessage {
-    /// The flow that the message is for, if any.
-    pub(crate) fn to_mut(&mut self) -> Option<&mut FlowId> {
-        match self {
-            SiblingMessage::Asking { to, .. }
-            | SiblingMessage::Refused { to }
-            | SiblingMessage::Accepted { to, .. }
-            | SiblingMessage::Lent { to, .. }
-            | SiblingMessage::Copied { to, .. }
-            | SiblingMessage::Ended { to, .. }
-            | SiblingMessage::ReadEmpty { to, .. }
-            | SiblingMessage::Returned { to, .. }
-            | SiblingMessage::Recall { to }
-            | SiblingMessage::Shutdown { to, .. }
-            | SiblingMessage::Reset { to }
-            | SiblingMessage::Dialed { to, .. }
-            | SiblingMessage::HandOff { to, .. }
-            | SiblingMessage::Arrived { to, .. }
-            | SiblingMessage::Orphaned { to }
-            | SiblingMessage::Relocated { to, .. }
-            | SiblingMessage::Flushed { to } => Some(to),
-            SiblingMessage::Connect { .. }
-            | SiblingMessage::Call { .. }
-            | SiblingMessage::Client(_)
-            | SiblingMessage::DialedDatagrams { .. }
-            | SiblingMessage::Lost
-            | SiblingMessage::TakeOver(_)
-            | SiblingMessage::SentOn(_)
-            | SiblingMessage::Datagram(_)
-            | SiblingMessage::DatagramDone { .. }
-            | SiblingMessage::DatagramControl(_) => None,
-        }
-    }
-
     /// The answer, with its destination, when the device that this message was for has gone: a
     /// request is refused, a lent chain is returned. In all other cases the sender knows already,
     /// or learns it from the messages that the device sent before it went.
@@ -225,7 +161,7 @@ impl SiblingMessage {
                 let to = from.flow;
                 Some((from.device, SiblingMessage::Refused { to }))
             }
-            SiblingMessage::Asking { from, .. } | SiblingMessage::Accepted { from, .. } => {
+            SiblingMessage::Asking { from, .. } => {
                 let to = from.flow;
                 Some((from.device, SiblingMessage::Reset { to }))
             }
@@ -239,28 +175,17 @@ impl SiblingMessage {
                 };
                 Some((from.device, message))
             }
-            // The sibling has gone, so nothing more follows for the old address.
-            SiblingMessage::Relocated { old, .. } => {
-                let to = old.flow;
-                Some((old.device, SiblingMessage::Flushed { to }))
-            }
-            SiblingMessage::SentOn(message) => message.undeliverable(),
             SiblingMessage::Datagram(datagram) => Some(return_lent(datagram)),
-            // Needs more than one answer: see `Handoff::abandon`.
-            SiblingMessage::TakeOver(_) => None,
             // The program's, client's or target's socket is closed.
             SiblingMessage::Call { .. }
             | SiblingMessage::Client(_)
             | SiblingMessage::Dialed { .. }
             | SiblingMessage::DialedDatagrams { .. }
             | SiblingMessage::Lost
-            | SiblingMessage::HandOff { .. }
-            | SiblingMessage::Arrived { .. }
-            | SiblingMessage::Orphaned { .. }
-            | SiblingMessage::Flushed { .. }
             | SiblingMessage::DatagramDone { .. }
             | SiblingMessage::DatagramControl(_)
             | SiblingMessage::Refused { .. }
+            | SiblingMessage::Accepted { .. }
             | SiblingMessage::Copied { .. }
             | SiblingMessage::Ended { .. }
             | SiblingMessage::ReadEmpty { .. }
@@ -332,15 +257,11 @@ mod tests {
             panic!("a connect without an answer");
         };
         assert_eq!((to, told), (device, flow));
-        for message in [
-            SiblingMessage::Asking { to: flow, from },
-            SiblingMessage::Accepted { to: flow, from },
-        ] {
-            let Some((to, SiblingMessage::Reset { to: told })) = message.undeliverable() else {
-                panic!("a half-open connection without an answer");
-            };
-            assert_eq!((to, told), (device, flow));
-        }
+        let asking = SiblingMessage::Asking { to: flow, from };
+        let Some((to, SiblingMessage::Reset { to: told })) = asking.undeliverable() else {
+            panic!("a half-open connection without an answer");
+        };
+        assert_eq!((to, told), (device, flow));
         assert!(SiblingMessage::Reset { to: flow }.undeliverable().is_none());
     }
 }

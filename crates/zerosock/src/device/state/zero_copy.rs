@@ -12,100 +12,12 @@ use std::time::Duration;
 use zerosock_proto::Instant;
 use zerosock_ring::Chain;
 use zerosock_zc::Completion;
+use zerosock_zc::notifications::CopyFeedback;
 
 use crate::routing::forward::ZeroCopy;
 
 /// Most sends in flight of one connection.
 const MAX_SENDS: usize = 64;
-/// Bytes that are copied before the first attempt. The pause doubles after each report that is slow or says
-/// "copied", and halves after [`GOOD`] others.
-const FIRST_PAUSE: u64 = 1 << 20;
-const LONGEST_PAUSE: u64 = 1 << 30;
-const GOOD: u32 = 64;
-
-/// When a connection sends without a copy.
-#[derive(Debug)]
-struct Policy {
-    phase: Phase,
-    /// Bytes to copy after the next report that is slow or says "copied".
-    pause: u64,
-    /// Other reports since `pause` changed.
-    good: u32,
-    /// Reports that say "copied" change nothing.
-    always: bool,
-}
-
-#[derive(Debug, Eq, PartialEq)]
-enum Phase {
-    /// So many more bytes are copied.
-    Copying(u64),
-    /// One send at a time is made without a copy.
-    Probing,
-    /// All sends are made without a copy.
-    InPlace,
-}
-
-impl Policy {
-    fn new(always: bool) -> Policy {
-        let (phase, pause) = match always {
-            true => (Phase::InPlace, FIRST_PAUSE),
-            false => (Phase::Copying(FIRST_PAUSE), 2 * FIRST_PAUSE),
-        };
-        Policy {
-            phase,
-            pause,
-            good: 0,
-            always,
-        }
-    }
-
-    fn may_send(&self, in_flight: usize) -> bool {
-        match self.phase {
-            Phase::Copying(_) => false,
-            Phase::Probing => in_flight == 0,
-            Phase::InPlace => in_flight < MAX_SENDS,
-        }
-    }
-
-    /// Bytes were sent by copy.
-    fn copied(&mut self, bytes: usize) {
-        if let Phase::Copying(left) = &mut self.phase {
-            *left = left.saturating_sub(bytes as u64);
-            if *left == 0 {
-                self.phase = Phase::Probing;
-            }
-        }
-    }
-
-    /// The kernel has reported sends.
-    fn reported(&mut self, slow: bool, copied: bool) {
-        if slow || (copied && !self.always) {
-            return self.back_off();
-        }
-        if self.phase == Phase::Probing {
-            self.phase = Phase::InPlace;
-        }
-        self.good += 1;
-        if self.good >= GOOD {
-            self.good = 0;
-            self.pause = (self.pause / 2).max(FIRST_PAUSE);
-        }
-    }
-
-    fn back_off(&mut self) {
-        // Otherwise the report is of a send before the one that began the pause.
-        if !matches!(self.phase, Phase::Copying(_)) {
-            self.phase = Phase::Copying(self.pause);
-            self.pause = (2 * self.pause).min(LONGEST_PAUSE);
-            self.good = 0;
-        }
-    }
-
-    /// There was no memory for a send. That is a matter of all sockets, so the pause stays short.
-    fn refused(&mut self) {
-        self.phase = Phase::Copying(FIRST_PAUSE);
-    }
-}
 
 /// A send that the kernel has taken.
 #[derive(Debug)]
@@ -117,7 +29,9 @@ struct Sent {
 /// See the [module](self).
 #[derive(Debug)]
 pub(in crate::device) struct ZeroCopySends {
-    policy: Policy,
+    feedback: CopyFeedback,
+    /// Copies of the kernel change nothing.
+    always: bool,
     /// Sends from the oldest one that was not reported.
     sends: VecDeque<Sent>,
     /// Number of the first of `sends`.
@@ -135,13 +49,14 @@ pub(in crate::device) struct ZeroCopySends {
 impl ZeroCopySends {
     /// `None`: the connection never sends without a copy.
     pub(in crate::device) fn new(option: ZeroCopy) -> Option<ZeroCopySends> {
-        let always = match option {
+        let (feedback, always) = match option {
             ZeroCopy::Never => return None,
-            ZeroCopy::Auto => false,
-            ZeroCopy::Always => true,
+            ZeroCopy::Auto => (CopyFeedback::beginning_with_a_pause(), false),
+            ZeroCopy::Always => (CopyFeedback::beginning_in_place(), true),
         };
         Some(ZeroCopySends {
-            policy: Policy::new(always),
+            feedback,
+            always,
             sends: VecDeque::new(),
             first: 0,
             chains: VecDeque::new(),
@@ -171,10 +86,10 @@ impl ZeroCopySends {
     ) -> bool {
         let oldest = self.sends.front();
         if oldest.is_some_and(|oldest| oldest.since + limit <= now) {
-            self.policy.back_off();
+            self.feedback.back_off();
         }
         self.permitted != Some(false)
-            && self.policy.may_send(self.sends.len())
+            && self.sends.len() < self.feedback.most_in_flight(MAX_SENDS)
             && self.chains.try_reserve(chains).is_ok()
             && self.sends.try_reserve(1).is_ok()
     }
@@ -190,12 +105,12 @@ impl ZeroCopySends {
 
     /// Bytes were sent by copy.
     pub(in crate::device) fn copied(&mut self, bytes: usize) {
-        self.policy.copied(bytes);
+        self.feedback.copied(bytes);
     }
 
     /// The kernel has refused a send without a copy.
     pub(in crate::device) fn refused(&mut self) {
-        self.policy.refused();
+        self.feedback.refused();
     }
 
     /// Keeps a chain that is used up, until all sends so far were reported.
@@ -215,8 +130,10 @@ impl ZeroCopySends {
                 slow |= sent.since + limit <= now;
             }
         }
-        if known {
-            self.policy.reported(slow, range.copied);
+        if slow {
+            self.feedback.back_off();
+        } else if known {
+            self.feedback.reported(range.copied && !self.always);
         }
         while self.sends.front().is_some_and(|sent| sent.reported) {
             self.sends.pop_front();
@@ -323,38 +240,6 @@ mod tests {
         sends.sent(at(12));
         sends.reported(range(1, 1, true), at(13), LIMIT);
         assert!(sends.may_send(1, at(13), LIMIT));
-    }
-
-    #[test]
-    fn a_refused_send_is_followed_by_a_short_pause() {
-        let mut sends = sends(ZeroCopy::Always);
-        for _ in 0..3 {
-            sends.refused();
-            assert_eq!(copy_until_probe(&mut sends, at(0)), 1);
-        }
-    }
-
-    #[test]
-    fn reports_in_time_shorten_the_pause_again() {
-        let mut sends = sends(ZeroCopy::Auto);
-        let mut number = 0;
-        let mut report = |sends: &mut ZeroCopySends, copied| {
-            sends.sent(at(0));
-            sends.reported(range(number, number, copied), at(1), LIMIT);
-            number += 1;
-        };
-        let pauses: Vec<usize> = (0..5)
-            .map(|_| {
-                let pause = copy_until_probe(&mut sends, at(0));
-                report(&mut sends, true);
-                pause
-            })
-            .collect();
-        assert_eq!(pauses, [1, 2, 4, 8, 16]);
-        assert_eq!(copy_until_probe(&mut sends, at(0)), 32);
-        (0..2 * GOOD).for_each(|_| report(&mut sends, false));
-        report(&mut sends, true);
-        assert_eq!(copy_until_probe(&mut sends, at(0)), 16);
     }
 
     #[test]

@@ -202,7 +202,7 @@ impl<T> Sockets<T> {
         lent.pool = pool_index;
         lent.len = len;
         lent.held = held;
-        (lent.overdue, lent.credited) = (false, false);
+        lent.overdue = false;
         let flow = conn.flow.filter(|_| has_room);
         let round = match flow.is_some_and(|flow| store.may_return_later(pool_index, flow)) {
             true => Some(self.lease_table.round()),
@@ -244,7 +244,6 @@ impl<T> Sockets<T> {
         lent.copy = None;
         self.free_lent.push(index);
         let (conn, pool, place, len) = (lent.conn, lent.pool, lent.place, lent.len);
-        let credited = lent.credited;
         let mut in_place = 0;
         if let Some(held) = lent.held.take() {
             in_place = 1;
@@ -253,9 +252,6 @@ impl<T> Sockets<T> {
         }
         if let Some(conn) = conn.and_then(|id| self.get_mut(id)) {
             conn.lent = conn.lent.saturating_sub(1);
-            if credited {
-                return true;
-            }
             conn.leased = conn.leased.saturating_sub(in_place);
             conn.stalled &= !conn.parts.is_empty();
             if let Some(flow) = conn.flow {
@@ -289,7 +285,7 @@ impl<T> Sockets<T> {
         if lent.held.is_none() || !self.lease_table.try_move(index) {
             return false;
         }
-        let (conn, pool, place) = (lent.counted_for(), lent.pool, lent.place);
+        let (conn, pool, place) = (lent.conn, lent.pool, lent.place);
         if let Some(held) = lent.held.take() {
             let mut bytes = Vec::with_capacity(held.len as usize);
             copy_out(store, &held, &mut bytes);
@@ -307,7 +303,7 @@ impl<T> Sockets<T> {
         let Some(lent) = self.lent.get_mut(index as usize) else {
             return;
         };
-        let (conn, pool, place) = (lent.counted_for(), lent.pool, lent.place);
+        let (conn, pool, place) = (lent.conn, lent.pool, lent.place);
         if let Some(held) = lent.held.take() {
             self.lease_table.mark_torn(index);
             if !keep {
@@ -344,8 +340,8 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// Detaches the leases of a connection that is removed or leaves its pool. Those without readers
-    /// return their buffers at once.
+    /// Detaches the leases of a connection that is removed. Those without readers return their buffers at
+    /// once.
     pub(super) fn detach_leases(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         let Some((mut left, pool, flow)) = self.get(id).map(|c| (c.lent, c.pool, c.flow)) else {
             return;
@@ -362,14 +358,7 @@ impl<T> Sockets<T> {
             }
             left -= 1;
             self.move_out_when_unread(index, store);
-            if let Some(lent) = self.lent.get_mut(index as usize)
-                && !std::mem::replace(&mut lent.credited, true)
-            {
-                bytes += lent.len;
-            }
-        }
-        if let Some(conn) = self.get_mut(id) {
-            conn.leased = 0;
+            bytes += self.lent.get(index as usize).map_or(0, |lent| lent.len);
         }
         // Given now, because the protocol core forgets the connection when everything received is
         // consumed.

@@ -26,8 +26,6 @@ pub(crate) struct LentEntry<T> {
     pub(super) place: u32,
     /// The lease is to be moved, but had a reader.
     pub(super) overdue: bool,
-    /// The sender has the credit of the bytes, because the connection was removed or has left the pool.
-    pub(super) credited: bool,
 }
 
 /// What an entry is used for.
@@ -37,13 +35,6 @@ pub(super) enum LentKind {
     Nothing,
     Lease,
     Loan,
-}
-
-impl<T> LentEntry<T> {
-    /// The connection that the buffer of a lease counts for.
-    pub(super) fn counted_for(&self) -> Option<StreamId> {
-        self.conn.filter(|_| !self.credited)
-    }
 }
 
 impl<T> Default for LentEntry<T> {
@@ -57,7 +48,6 @@ impl<T> Default for LentEntry<T> {
             copy: None,
             place: 0,
             overdue: false,
-            credited: false,
         }
     }
 }

@@ -5,7 +5,7 @@
 //! queue), each identified by a token of the backend. A connection is an ordered list of
 //! [`ReceivedPart`]s: held buffers and copies. `parts` stores and reads them, `messages` adds
 //! message boundaries, `lent` manages leases, `bounds` limits the number and age of held buffers,
-//! `moving` changes a connection's pool, `ready_flags` reports readiness, `room` tracks connections
+//! `ready_flags` reports readiness, `room` tracks connections
 //! that wait to send. This file adds and removes connections. The types of which the table consists
 //! are in `ids`, `received`, `lent_entry` and `pool`; `store` is what it asks of the backend.
 //!
@@ -23,7 +23,6 @@ mod lent;
 mod lent_entry;
 mod message_end;
 mod messages;
-mod moving;
 mod parts;
 mod pool;
 mod ready_flags;

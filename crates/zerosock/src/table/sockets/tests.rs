@@ -549,41 +549,6 @@ fn leases_outlive_their_connection() {
 }
 
 #[test]
-fn leases_of_a_connection_that_moved_no_longer_count_for_it() {
-    let mut table = Table::new();
-    let id = table.conn();
-    for _ in 0..5 {
-        assert!(table.deliver(id, 0, b"bytes"));
-    }
-    let leases: Vec<_> = (0..4).map(|_| table.lease(id)).collect();
-    let lease_table = table.sockets.lease_table().clone();
-    assert_eq!(lease_table.enter(leases[1].index), Entered::InPlace);
-    table.sockets.leave_pool(id, &mut table.slots);
-    assert_eq!(table.slots.out(), 1, "the one under a reader");
-    let flow = table.flow();
-    table.sockets.enter_pool(id, 0, flow);
-    assert_eq!(table.read(id, 9, false), b"bytes");
-    // As many as a connection may lease in place.
-    for _ in 0..4 {
-        assert!(table.deliver(id, 0, b"after"));
-        let parts = table.lease(id);
-        assert!(table.is_in_place(&parts));
-        assert!(table.sockets.end_lease(parts.index, &mut table.slots));
-    }
-    assert_eq!(table.sockets.get(id).unwrap().lent, 4, "of the lease table");
-    table.leave(leases[1].index);
-    assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
-    for parts in leases {
-        assert_eq!(table.look(parts.index, 5, &parts.place), b"bytes");
-        assert!(table.sockets.end_lease(parts.index, &mut table.slots));
-    }
-    assert_eq!(table.sockets.lent_out(), 0);
-    assert_eq!(table.sockets.get(id).unwrap().lent, 0);
-    let consumed = (table.slots.consumed[&0], table.slots.consumed[&1]);
-    assert_eq!(consumed, (20, 25), "credit once, to the flow of its time");
-}
-
-#[test]
 fn bytes_for_a_closed_connection_are_returned_at_once() {
     let mut table = Table::new();
     let id = table.conn();

@@ -146,20 +146,6 @@ macro_rules! connection_calls {
                 self.conn.queue_pair()
             }
 
-            /// Moves the connection to queue pair `pair`, for a program that balances load over the
-            /// workers of the device better than the hash of addresses does. The connection pauses
-            /// for one and a half round trips; bytes keep their order. Unread bytes held in place
-            /// are copied once. Blocks as a write does; on a non-blocking socket the move goes on,
-            /// and [`queue_pair`](Self::queue_pair) shows its result later.
-            ///
-            /// # Errors
-            /// `Unsupported` at a host, and for a pair that is not in use; `ResourceBusy` while a
-            /// loan is out or a message is partly sent, on either side, and when the device
-            /// refuses; `NotConnected`; `WouldBlock`, `TimedOut`.
-            pub fn move_to_queue_pair(&self, pair: u16) -> io::Result<()> {
-                self.conn.move_to_queue_pair(pair)
-            }
-
             /// Bytes sent and not yet reported as consumed (SIOCOUTQ). Peers report only now and
             /// then, so this call requests a report: call again to see it. As with
             /// [`set_linger`](Self::set_linger), a device between two processes consumes what it

@@ -12,8 +12,6 @@ use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::Connection;
-use zerosock_proto::vsock::MoveError;
-
 use crate::table::backend::Backend;
 use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::bound::Bound;
@@ -95,38 +93,6 @@ impl Connection {
 
     pub(in crate::vsock) fn queue_pair(&self) -> u16 {
         self.core.lock().backend().queue_pair(self.id)
-    }
-
-    /// Requests the move to queue pair `pair`, and waits for its result.
-    pub(in crate::vsock) fn move_to_queue_pair(&self, pair: u16) -> io::Result<()> {
-        let mut asked = false;
-        let attempt = |backend: &mut dyn Backend| match backend.queue_pair(self.id) {
-            there if there == pair => Some(Ok(())),
-            _ if backend.is_moving(self.id) => {
-                asked = true;
-                None
-            }
-            _ if std::mem::replace(&mut asked, true) => Some(Err(MoveError::Busy)),
-            _ => match backend.move_to_pair(self.id, pair) {
-                Ok(()) => {
-                    backend.flush();
-                    None
-                }
-                Err(error) => Some(Err(error)),
-            },
-        };
-        let interest = Interest::Conn(self.id);
-        let moved = self
-            .core
-            .wait(interest, || self.write_wait_budget(), attempt)?;
-        moved.map_err(|error| {
-            let kind = match error {
-                MoveError::Busy => io::ErrorKind::ResourceBusy,
-                MoveError::NotNegotiated => io::ErrorKind::Unsupported,
-                MoveError::Stale | MoveError::WrongState => io::ErrorKind::NotConnected,
-            };
-            io::Error::new(kind, error)
-        })
     }
 
     fn resize(&self, bytes: u32) {

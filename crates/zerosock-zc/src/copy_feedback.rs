@@ -1,0 +1,200 @@
+//! Whether zero copy pays on one socket, by what the kernel reports about its sends.
+//!
+//! Where a packet is received on the same machine (loopback, veth) or leaves through a device that
+//! cannot gather, the kernel copies a send after all. Zero copy then costs both, and pauses.
+//!
+//! # Invariants
+//! A pause ends with one attempt. After a bad report the next pause is twice as long, up to 1 GiB;
+//! after [`GOOD`] good reports it is half as long again, down to 1 MiB.
+
+/// Consecutive reports of copies after which zero copy pauses.
+const MAX_COPIED: u32 = 16;
+/// Bytes that are copied in the shortest pause and in the longest.
+const FIRST_PAUSE: u64 = 1 << 20;
+const LONGEST_PAUSE: u64 = 1 << 30;
+/// Good reports after which the next pause is halved.
+const GOOD: u32 = 64;
+
+/// When the sends of one socket go without a copy, as far as the kernel's reports decide it.
+///
+/// ```
+/// use zerosock_zc::notifications::CopyFeedback;
+///
+/// let mut feedback = CopyFeedback::beginning_with_a_pause();
+/// feedback.copied(1 << 20);
+/// // One attempt, which the kernel copies after all.
+/// assert_eq!(feedback.most_in_flight(64), 1);
+/// feedback.reported(true);
+/// assert!(feedback.is_paused());
+/// ```
+#[derive(Debug)]
+pub struct CopyFeedback {
+    phase: Phase,
+    /// Bytes to copy in the next pause.
+    pause: u64,
+    /// Good reports since `pause` changed.
+    good: u32,
+    /// Consecutive reports of copies.
+    copied: u32,
+}
+
+#[derive(Debug, Eq, PartialEq)]
+enum Phase {
+    /// So many more bytes are copied.
+    Paused(u64),
+    /// The first bad report begins the next pause.
+    Probing,
+    /// Sends go without a copy.
+    InPlace,
+}
+
+impl CopyFeedback {
+    /// Sends go without a copy from the first one on.
+    #[must_use]
+    pub fn beginning_in_place() -> Self {
+        Self {
+            phase: Phase::InPlace,
+            pause: FIRST_PAUSE,
+            good: 0,
+            copied: 0,
+        }
+    }
+
+    /// The first MiB is copied, before the first attempt.
+    #[must_use]
+    pub fn beginning_with_a_pause() -> Self {
+        let mut feedback = Self::beginning_in_place();
+        feedback.back_off();
+        feedback
+    }
+
+    /// Whether sends are copied for now.
+    #[must_use]
+    pub fn is_paused(&self) -> bool {
+        matches!(self.phase, Phase::Paused(_))
+    }
+
+    /// The number of sends without a copy that may be in flight: none in a pause, one after it, and
+    /// `most` otherwise.
+    #[must_use]
+    pub fn most_in_flight(&self, most: usize) -> usize {
+        match self.phase {
+            Phase::Paused(_) => 0,
+            Phase::Probing => most.min(1),
+            Phase::InPlace => most,
+        }
+    }
+
+    /// Counts bytes that were sent by copy.
+    pub fn copied(&mut self, bytes: usize) {
+        if let Phase::Paused(left) = &mut self.phase {
+            *left = left.saturating_sub(bytes as u64);
+            if *left == 0 {
+                self.phase = Phase::Probing;
+            }
+        }
+    }
+
+    /// Handles a report of the kernel, which says whether it copied after all.
+    pub fn reported(&mut self, copied: bool) {
+        if copied {
+            self.copied += 1;
+            if self.phase == Phase::Probing || self.copied >= MAX_COPIED {
+                self.back_off();
+            }
+            return;
+        }
+        self.copied = 0;
+        if self.phase == Phase::Probing {
+            self.phase = Phase::InPlace;
+        }
+        self.good += 1;
+        if self.good >= GOOD {
+            self.good = 0;
+            self.pause = (self.pause / 2).max(FIRST_PAUSE);
+        }
+    }
+
+    /// Begins a pause, because zero copy does not pay now.
+    pub fn back_off(&mut self) {
+        self.copied = 0;
+        // Otherwise the report is of a send before the one that began the pause.
+        if !self.is_paused() {
+            self.phase = Phase::Paused(self.pause);
+            self.pause = (2 * self.pause).min(LONGEST_PAUSE);
+            self.good = 0;
+        }
+    }
+
+    /// Begins a pause of 1 MiB, because there was no memory for a send. That concerns all sockets,
+    /// so that later pauses are not longer for it.
+    pub fn refused(&mut self) {
+        self.phase = Phase::Paused(FIRST_PAUSE);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Copies until the pause is over; returns how many MiB.
+    fn end_pause(feedback: &mut CopyFeedback) -> u64 {
+        let mut copied = 0;
+        while feedback.is_paused() {
+            feedback.copied(1 << 20);
+            copied += 1;
+        }
+        copied
+    }
+
+    #[test]
+    fn many_copies_in_a_row_begin_a_pause() {
+        let mut feedback = CopyFeedback::beginning_in_place();
+        for _ in 0..100 {
+            (1..MAX_COPIED).for_each(|_| feedback.reported(true));
+            feedback.reported(false);
+            assert_eq!(feedback.most_in_flight(64), 64);
+        }
+        (0..MAX_COPIED).for_each(|_| feedback.reported(true));
+        assert_eq!(feedback.most_in_flight(64), 0);
+        // Reports of sends that were made before the pause.
+        (0..100).for_each(|_| feedback.reported(true));
+        assert_eq!(end_pause(&mut feedback), 1);
+        assert_eq!(feedback.most_in_flight(64), 1);
+    }
+
+    #[test]
+    fn a_good_attempt_ends_the_pauses() {
+        let mut feedback = CopyFeedback::beginning_with_a_pause();
+        assert_eq!(end_pause(&mut feedback), 1);
+        feedback.reported(false);
+        assert_eq!(feedback.most_in_flight(64), 64);
+    }
+
+    #[test]
+    fn each_bad_attempt_doubles_the_pause_and_good_reports_halve_it() {
+        let mut feedback = CopyFeedback::beginning_with_a_pause();
+        let pauses: Vec<u64> = (0..13)
+            .map(|_| {
+                let pause = end_pause(&mut feedback);
+                feedback.reported(true);
+                pause
+            })
+            .collect();
+        assert_eq!(pauses[..4], [1, 2, 4, 8]);
+        assert_eq!(pauses[10..], [1024; 3]);
+        end_pause(&mut feedback);
+        (0..2 * GOOD).for_each(|_| feedback.reported(false));
+        feedback.back_off();
+        assert_eq!(end_pause(&mut feedback), 256);
+    }
+
+    #[test]
+    fn a_refused_send_is_followed_by_a_short_pause() {
+        let mut feedback = CopyFeedback::beginning_in_place();
+        for _ in 0..3 {
+            feedback.refused();
+            assert_eq!(end_pause(&mut feedback), 1);
+        }
+    }
+}

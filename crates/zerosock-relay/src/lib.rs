@@ -8,6 +8,8 @@
 #![forbid(unsafe_code)]
 
 pub mod connector;
+mod due;
+mod held_messages;
 pub mod networks;
 pub mod proxy_protocol;
 pub mod relay;

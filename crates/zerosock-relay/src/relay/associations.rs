@@ -28,13 +28,13 @@ use zerosock_virtio::deadline::earlier;
 pub(super) use self::outcome::{Ended, OpenError};
 
 use super::direction::{Ready, Side, end_of_messages};
-use super::due::{DueList, Link, Linked};
-use super::held_messages::HeldMessages;
 use super::joined::{Joined, Joining, Turns};
 use super::pair::Stage;
 use super::socket::Socket;
 use super::store::{BATCH, Store};
 use crate::connector::PendingConnect;
+use crate::due::{DueList, Link, Linked};
+use crate::held_messages::HeldMessages;
 
 /// Batches that one turn receives from the listening socket, and from one association.
 const BATCHES: usize = 16;

@@ -31,7 +31,6 @@ use zerosock_virtio::worker::WorkerMessage;
 use super::associations::Associations;
 use super::counters::Counters;
 use super::direction::{Ready, Side};
-use super::due::DueList;
 use super::endpoint::Endpoint;
 use super::joined::{Step, Turns};
 use super::pair::{Pair, Reason, Source, Stage, Turn};
@@ -39,6 +38,7 @@ use super::plan::Plan;
 use super::socket::{Socket, SocketKind};
 use super::store::Store;
 use crate::connector::{ConnectError, Connected, PendingConnect};
+use crate::due::DueList;
 pub use hybrid::CLOSED_WITHOUT_OK;
 
 /// The sockets of pairs: the key is that of the pair.

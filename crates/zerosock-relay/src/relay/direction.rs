@@ -12,10 +12,10 @@ use rustix::io::Errno;
 use rustix::pipe::{SpliceFlags, splice};
 use zerosock_sys::mmsg::Batch;
 
-use super::held_messages::HeldMessages;
 use super::socket::{Socket, SocketKind};
 use super::store::{BATCH, Chunk, Pipe, Store};
 use super::way::Mode;
+use crate::held_messages::HeldMessages;
 
 /// What is known about a socket from its edges and from calls.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

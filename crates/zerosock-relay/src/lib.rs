@@ -7,6 +7,7 @@
 //! - A policy judges resolved addresses, never names.
 #![forbid(unsafe_code)]
 
+pub mod associations;
 pub mod connector;
 mod due;
 mod held_messages;

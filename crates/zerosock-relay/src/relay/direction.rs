@@ -371,7 +371,7 @@ impl Direction {
                         self.batch = 1;
                         let mut held = HeldMessages::default();
                         for index in (next..count).filter(|&n| !batch.is_truncated(n)) {
-                            held.push(batch.message(index));
+                            self.dropped += u32::from(!held.push(batch.message(index)));
                         }
                         store.lend(held.memory());
                         self.held = Held::Messages(Box::new(held));

@@ -10,6 +10,7 @@ use zerosock_virtio::worker::WorkerMessage;
 
 use super::log::log_association;
 use super::{ASSOCIATION, Context, Message, RelayDevice, SENDER};
+use crate::associations::AssociationId;
 use crate::connector::{ConnectError, Connected, PendingConnect};
 use crate::relay::associations::{self, Association, Done, Ended, OpenError, Opener};
 use crate::relay::counters::Counters;
@@ -40,14 +41,10 @@ impl Targets<'_> {
         self.poller.add(socket.fd()?, token, Interest::All)
     }
 
-    fn ask(&self, target: Target, key: u32, serial: u32) -> Option<PendingConnect> {
+    fn ask(&self, target: Target, id: AssociationId) -> Option<PendingConnect> {
         let (own, number) = (self.own.clone(), self.device);
         let answer = move |result| {
-            let message = Message::Associated {
-                key,
-                serial,
-                result,
-            };
+            let message = Message::Associated { id, result };
             let _ = own.send(WorkerMessage::Device { number, message });
         };
         self.plan.ask(target, Box::new(answer))
@@ -76,8 +73,7 @@ impl Targets<'_> {
 impl Opener for Targets<'_> {
     fn open(
         &mut self,
-        key: u32,
-        serial: u32,
+        id: AssociationId,
         source: &Address,
     ) -> Result<associations::Opened, OpenError> {
         if !self.plan.admit() {
@@ -85,10 +81,10 @@ impl Opener for Targets<'_> {
         }
         let destination = self.plan.destinations[1].as_ref();
         let opened = match destination.ok_or(Errno::INVAL).and_then(|to| to.open()) {
-            Ok(Opened::Socket(socket, stage)) => {
-                self.register(&socket, key).map(|()| (socket, stage, None))
-            }
-            Ok(Opened::Ask(target)) => match self.ask(target, key, serial) {
+            Ok(Opened::Socket(socket, stage)) => self
+                .register(&socket, id.key)
+                .map(|()| (socket, stage, None)),
+            Ok(Opened::Ask(target)) => match self.ask(target, id) {
                 None => Err(Errno::HOSTUNREACH.into()),
                 asked => Ok((Socket::absent(self.plan.kind(1)), Stage::Absent, asked)),
             },
@@ -182,8 +178,7 @@ impl RelayDevice {
     /// The connector has answered for an association.
     pub(super) fn on_associated(
         &mut self,
-        key: u32,
-        serial: u32,
+        id: AssociationId,
         result: Result<Connected, ConnectError>,
         cx: &mut Context<'_>,
     ) {
@@ -199,29 +194,22 @@ impl RelayDevice {
             device: self.addr.number,
             poller: cx.poller,
         };
-        let mut replaceable = None;
-        let socket = match result {
-            Ok(connected) => {
-                replaceable = connected.address.filter(|_| connected.has_alternative);
+        let connected = result
+            .map_err(|error| error.to_string())
+            .and_then(|connected| {
+                let (address, has_alternative) = (connected.address, connected.has_alternative);
                 let adopted = destination.adopt(connected.socket);
-                adopted.map_err(|errno| errno.to_string())
-            }
-            Err(error) => Err(error.to_string()),
-        };
-        let reason = match socket {
-            Ok((socket, _)) => match associations.connected(key, serial, socket) {
-                Some(association) => {
-                    association.replaceable = replaceable;
-                    match targets.register(association.socket(), key) {
-                        Ok(()) => return,
-                        Err(error) => error.to_string(),
-                    }
-                }
-                None => return,
-            },
-            Err(reason) => reason,
-        };
-        if let Some(association) = associations.failed(key, serial) {
+                let (socket, _) = adopted.map_err(|errno| errno.to_string())?;
+                let Some(association) = associations.connected(id, socket) else {
+                    return Ok(());
+                };
+                association.answered(address, has_alternative);
+                let registered = targets.register(association.socket(), id.key);
+                registered.map_err(|error| error.to_string())
+            });
+        if let Err(reason) = connected
+            && let Some(association) = associations.failed(id)
+        {
             self.counters.unreachable.add(1);
             targets.end_association(association, &reason, cx.now);
         }

@@ -100,7 +100,7 @@ pub struct AssociationTable<S, T> {
     /// Associations with work.
     queue: VecDeque<u32>,
     /// Bytes of all datagrams that are held, as far as they are counted.
-    held: usize,
+    pub(crate) held: usize,
     most_held: usize,
     most_bytes_held: usize,
     serial: u32,
@@ -123,13 +123,8 @@ impl<S: Copy + Eq + Hash, T> AssociationTable<S, T> {
     }
 
     /// The number of associations.
-    pub fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.slots.len()
-    }
-
-    /// Whether there is none.
-    pub fn is_empty(&self) -> bool {
-        self.slots.is_empty()
     }
 
     /// The number of idle time-outs to be checked.
@@ -303,10 +298,7 @@ impl<S: Copy + Eq + Hash, T> AssociationTable<S, T> {
 
     /// The number of datagrams that may be held for one association: 0 while all hold too many bytes.
     pub fn room(&self) -> usize {
-        match self.held < self.most_bytes_held {
-            true => self.most_held,
-            false => 0,
-        }
+        self.most_held * usize::from(self.held < self.most_bytes_held)
     }
 
     /// Counts the bytes that an association holds now, and frees the memory of those that are sent.
@@ -319,11 +311,6 @@ impl<S: Copy + Eq + Hash, T> AssociationTable<S, T> {
             self.held = self.held - association.counted + bytes;
             association.counted = bytes;
         }
-    }
-
-    /// Bytes that are held, as far as they are counted.
-    pub fn held(&self) -> usize {
-        self.held
     }
 }
 
@@ -362,7 +349,7 @@ mod tests {
         );
         assert_eq!(table.pop_idle(at(63)), None);
         assert_eq!(table.pop_idle(at(64)), Some(long));
-        assert_eq!((table.next_timeout(), table.len()), (None, 3));
+        assert_eq!((table.next_timeout(), table.count()), (None, 3));
     }
 
     #[test]
@@ -383,9 +370,9 @@ mod tests {
             assert_eq!(association.hold(&[0; 60], room), taken);
             table.recount(key);
         }
-        assert_eq!((table.held(), table.room()), (120, 0));
+        assert_eq!((table.held, table.room()), (120, 0));
         assert_eq!(table.remove(key).unwrap().held.len(), 2);
-        assert_eq!((table.held(), table.queued(), table.deadlines()), (0, 0, 0));
+        assert_eq!((table.held, table.queued(), table.deadlines()), (0, 0, 0));
         assert_eq!(
             (table.find(&"a"), table.key_of(id), table.longest_idle()),
             (None, None, None)

@@ -80,7 +80,7 @@ fn the_longest_idle_sender_is_replaced_and_each_ends_at_its_time_out() {
     };
     assert_eq!(opener.ended.len(), 1);
     assert_eq!(name(&opener.ended[0]), (names[1], Ended::Replaced, 1));
-    assert_eq!((all.table.len(), opener.asked), (2, 4));
+    assert_eq!((all.table.count(), opener.asked), (2, 4));
     // The time-out counts from the last datagram.
     for (second, ended) in [(62, 1), (63, 2), (63, 2), (64, 3)] {
         all.run(&mut store, &mut opener, at(second));
@@ -122,8 +122,8 @@ fn datagrams_of_many_senders_wait_for_a_target_in_bounded_memory() {
         .map(|key| all.table.get(*key).unwrap().held.memory())
         .sum();
     assert!(held <= HELD_LIMIT + LENGTH, "{held} bytes");
-    assert_eq!(held, all.table.held());
+    assert_eq!(held, all.table.held);
     assert!(dropped > 0);
     all.drain(&mut Done::default());
-    assert_eq!(all.table.held(), 0);
+    assert_eq!(all.table.held, 0);
 }

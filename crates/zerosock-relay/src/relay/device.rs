@@ -40,7 +40,7 @@ use super::store::Store;
 use crate::associations::AssociationId;
 use crate::connector::{ConnectError, Connected, PendingConnect};
 use crate::due::DueList;
-pub use hybrid::CLOSED_WITHOUT_OK;
+pub use hybrid::{Answer, CLOSED_WITHOUT_OK, LONGEST_ANSWER};
 
 /// The sockets of pairs: the key is that of the pair.
 const SIDES: [EventKind; 2] = [EventKind::new(1), EventKind::new(2)];

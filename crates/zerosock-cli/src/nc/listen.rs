@@ -11,15 +11,15 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use signal_hook::consts::{SIGINT, SIGTERM};
-use zerosock::Port;
 use zerosock::vsock::{Listener, SeqPacketListener};
 
 use super::attached;
 use super::connection::{Connection, Kind};
-use super::deadline::{Deadline, timespec};
-use super::endpoint::Endpoint;
+use super::deadline::{Deadline, timespec, wait_for};
 use super::error::ConnectError;
+use crate::endpoint::Endpoint;
 use crate::sockets::{self, SocketFile};
+use zerosock_relay::relay::Endpoint as Kernel;
 
 /// A bound endpoint.
 pub(super) struct Acceptor {
@@ -49,11 +49,11 @@ impl Acceptor {
         deadline: Deadline,
     ) -> Result<Option<Acceptor>, ConnectError> {
         let (source, place) = match endpoint {
-            Endpoint::VsockListen { port } => {
+            Endpoint::Kernel(Kernel::VsockListen { port }) => {
                 let place = format!("vsock port {port}");
                 (vsock(*port, kind, backlog, &place)?, place)
             }
-            Endpoint::UnixListen(path) => {
+            Endpoint::Kernel(Kernel::UnixListen(path)) => {
                 let place = path.display().to_string();
                 let signals = SignalGuard::catch().map_err(failed(&place))?;
                 let access = sockets::Access::default();
@@ -66,9 +66,9 @@ impl Acceptor {
                 };
                 (source, place)
             }
-            Endpoint::AttachListen { role, path, port } => {
-                let (port, backlog) = (Port::new(*port), backlog as usize);
-                let endpoint = attached::attach(*role, path, &[port], deadline.left())?;
+            Endpoint::Attached(end) if end.to.is_none() => {
+                let (port, backlog) = (end.port, backlog as usize);
+                let endpoint = attached::attach(end, &[port], deadline.left())?;
                 let listener = match kind {
                     Kind::Bytes => endpoint.listen(port, backlog).map(Source::Streams),
                     Kind::Messages => {
@@ -130,11 +130,7 @@ impl Acceptor {
             Source::Kernel { signals, .. } => signals.wait_for(other, deadline).map(drop),
             // Signals have their default effect.
             Source::Streams(_) | Source::Messages(_) => {
-                let watched = &mut [PollFd::new(other, PollFlags::IN)];
-                match rustix::event::poll(watched, timespec(deadline.left()).as_ref()) {
-                    Ok(_) | Err(Errno::INTR) => Ok(()),
-                    Err(errno) => Err(errno.into()),
-                }
+                wait_for(other, PollFlags::IN, deadline).map(drop)
             }
         };
         waited.map_err(failed(&self.place))

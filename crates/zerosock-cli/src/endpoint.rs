@@ -51,37 +51,25 @@ pub(crate) enum Peer {
 pub(crate) const ATTACHED_FORMS: &str = "attach:PATH:CID:PORT, attach-listen:PATH:PORT, \
     service:PATH:CID:PORT, service-listen:PATH:PORT";
 
-/// Why a text is no endpoint.
-#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-pub(crate) enum EndpointError {
-    /// It begins with the name of no kind.
-    #[error("`{0}` is no endpoint: give one of {FORMS}, {ATTACHED_FORMS}")]
-    Kind(String),
-    /// Another fault, with its remedy.
-    #[error("{0}")]
-    Fault(String),
-}
-
-impl From<ParseEndpointError> for EndpointError {
-    fn from(error: ParseEndpointError) -> EndpointError {
-        match error {
-            ParseEndpointError::Kind(text) => EndpointError::Kind(text),
-            error => EndpointError::Fault(error.to_string()),
-        }
-    }
-}
-
 impl FromStr for Endpoint {
-    type Err = EndpointError;
+    type Err = String;
 
-    fn from_str(text: &str) -> Result<Endpoint, EndpointError> {
+    fn from_str(text: &str) -> Result<Endpoint, String> {
         let (kind, rest) = text.split_once(':').unwrap_or((text, ""));
         let attached = match kind {
             "attach" => Attached::connecting(Role::Process, rest),
             "attach-listen" => Attached::listening(Role::Process, rest),
             "service" => Attached::connecting(Role::Service, rest),
             "service-listen" => Attached::listening(Role::Service, rest),
-            _ => return Ok(Endpoint::Kernel(text.parse()?)),
+            _ => {
+                return match text.parse() {
+                    Ok(end) => Ok(Endpoint::Kernel(end)),
+                    Err(ParseEndpointError::Kind(text)) => Err(format!(
+                        "`{text}` is no endpoint: give one of {FORMS}, {ATTACHED_FORMS}"
+                    )),
+                    Err(error) => Err(error.to_string()),
+                };
+            }
         };
         attached.map(Endpoint::Attached)
     }
@@ -89,8 +77,9 @@ impl FromStr for Endpoint {
 
 impl Attached {
     /// Parses `PATH:PORT`.
-    fn listening(role: Role, text: &str) -> Result<Attached, EndpointError> {
-        let (path, port) = path_and_port(text, &format!("{role}-listen:PATH:PORT"))?;
+    fn listening(role: Role, text: &str) -> Result<Attached, String> {
+        let parts = path_and_port(text, &format!("{role}-listen:PATH:PORT"));
+        let (path, port) = parts.map_err(|error| error.to_string())?;
         Ok(Attached {
             role,
             path,
@@ -100,13 +89,12 @@ impl Attached {
     }
 
     /// Parses `PATH:CID:PORT` or `PATH:NAME:PORT`.
-    fn connecting(role: Role, text: &str) -> Result<Attached, EndpointError> {
+    fn connecting(role: Role, text: &str) -> Result<Attached, String> {
         let form = format!("{role}:PATH:CID:PORT");
         let parts = text.rsplit_once(':');
         let parts = parts.and_then(|(rest, port)| Some((rest.rsplit_once(':')?, port)));
-        let ((path, to), port) = parts.ok_or_else(|| {
-            EndpointError::Fault(format!("the CID or the port is missing; give {form}"))
-        })?;
+        let missing = || format!("the CID or the port is missing; give {form}");
+        let ((path, to), port) = parts.ok_or_else(missing)?;
         Ok(Attached {
             to: Some(to.parse()?),
             ..Attached::listening(role, &format!("{path}:{port}"))?
@@ -142,9 +130,9 @@ impl Peer {
 }
 
 impl FromStr for Peer {
-    type Err = EndpointError;
+    type Err = String;
 
-    fn from_str(text: &str) -> Result<Peer, EndpointError> {
+    fn from_str(text: &str) -> Result<Peer, String> {
         // No endpoint to connect to has these CIDs, but a process may have such a name.
         let is_name = matches!(text, "hypervisor" | "local");
         match (number::cid(text), text.parse()) {
@@ -153,9 +141,9 @@ impl FromStr for Peer {
             (_, Ok(name)) if !text.bytes().all(|byte| byte.is_ascii_digit()) => {
                 Ok(Peer::Name(name))
             }
-            _ => Err(EndpointError::Fault(format!(
+            _ => Err(format!(
                 "`{text}` is neither a CID nor the name of a process; for a CID give {CIDS}"
-            ))),
+            )),
         }
     }
 }
@@ -279,7 +267,7 @@ mod tests {
 
     #[test]
     fn an_unknown_kind_is_answered_with_all_forms() {
-        let said = "nonsense".parse::<Endpoint>().unwrap_err().to_string();
+        let said = "nonsense".parse::<Endpoint>().unwrap_err();
         for form in FORMS.split(", ").chain(ATTACHED_FORMS.split(", ")) {
             assert!(said.contains(form), "{form}: {said}");
             assert_eq!(said.matches(form).count(), 1, "{form}: {said}");

@@ -26,7 +26,7 @@ impl Deadline {
     }
 }
 
-pub(super) fn timespec(left: Option<Duration>) -> Option<Timespec> {
+fn timespec(left: Option<Duration>) -> Option<Timespec> {
     // The limits of `--timeout` are far below the range of a timespec.
     left.and_then(|left| Timespec::try_from(left).ok())
 }

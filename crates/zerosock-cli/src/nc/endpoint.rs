@@ -1,9 +1,8 @@
 //! The endpoint argument of `zerosock nc`: those of `relay` without TCP, UDP and their kinds of messages.
 
-use zerosock_relay::Target;
 use zerosock_relay::relay;
 
-use crate::endpoint::{ATTACHED_FORMS, Endpoint, EndpointError};
+use crate::endpoint::{ATTACHED_FORMS, Endpoint};
 
 /// Why an argument is no endpoint of `nc`. clap prints the argument before the error.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
@@ -24,8 +23,9 @@ pub(super) enum NcEndpointError {
     TcpListen(String),
     #[error("nc has no UDP; use relay, which joins UDP to other sockets with messages")]
     Udp,
-    #[error(transparent)]
-    Parse(#[from] EndpointError),
+    /// The kind is known.
+    #[error("{0}")]
+    Fault(String),
 }
 
 /// The forms of a kernel socket, for the error text.
@@ -48,23 +48,15 @@ pub(super) fn parse(text: &str) -> Result<Endpoint, NcEndpointError> {
             Err(_) => NcEndpointError::Tcp("tcp:HOST:PORT".into()),
         });
     }
-    use relay::Endpoint::{Connect, Hybrid, UnixListen, Vsock, VsockListen};
-    match text.parse() {
-        Ok(Endpoint::Kernel(
-            Connect(Target::Unix(_))
-            | UnixListen(_)
-            | Hybrid { .. }
-            | Vsock { .. }
-            | VsockListen { .. },
-        )) => text.parse().map_err(NcEndpointError::from),
-        Ok(Endpoint::Kernel(_)) => Err(NcEndpointError::Form),
-        // Other netcats have TCP.
-        Err(EndpointError::Kind(_)) => match format!("tcp:{text}").parse() {
-            Ok(end) => Err(tcp(&end)),
-            Err(_) => Err(NcEndpointError::Form),
-        },
-        parsed => Ok(parsed?),
+    let mut forms = FORMS.split(", ").chain(ATTACHED_FORMS.split(", "));
+    if forms.any(|form| form.split(':').next() == Some(&*kind)) {
+        return text.parse().map_err(NcEndpointError::Fault);
     }
+    // Other netcats have TCP.
+    Err(match format!("tcp:{text}").parse() {
+        Ok(end) => tcp(&end),
+        Err(_) => NcEndpointError::Form,
+    })
 }
 
 /// The refusal of an end of a relay.
@@ -105,7 +97,7 @@ mod tests {
     fn the_error_names_the_part_that_does_not_parse() {
         let tcp = |end: &str| NcEndpointError::Tcp(end.into());
         let listen = |end: &str| NcEndpointError::TcpListen(end.into());
-        let fault = |said: String| NcEndpointError::Parse(EndpointError::Fault(said));
+        let fault = |said: String| NcEndpointError::Fault(said);
         let missing = |what: &str, form: &str| fault(format!("{what} is missing; give {form}"));
         let cids = "a number from 0 to 4294967294, also as 0x3, or hypervisor, local or host (2)";
         let cid = |text: &str| fault(format!("`{text}` is not a CID; give {cids}"));

@@ -11,6 +11,7 @@
 mod args;
 mod demo;
 mod duration;
+mod endpoint;
 mod failure;
 mod group;
 mod help;

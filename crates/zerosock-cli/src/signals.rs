@@ -11,7 +11,7 @@ use std::ops::RangeInclusive;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -63,6 +63,8 @@ pub(crate) struct Signals {
     /// Set when SIGHUP is caught; otherwise it has its default effect.
     hangup: Option<UnixStream>,
     user: UnixStream,
+    /// Set while SIGTERM and SIGINT have their default effect, as after the first of them.
+    asked_before: Arc<AtomicBool>,
 }
 
 /// The failure of a command that cannot catch signals or wait for them.
@@ -95,7 +97,13 @@ impl Signals {
             interrupt: watch(SIGINT)?,
             hangup: None,
             user: catch_repeated(SIGUSR1)?,
+            asked_before,
         })
+    }
+
+    /// Gives SIGTERM and SIGINT their default effect, or catches them again.
+    pub(crate) fn restore(&self, default: bool) {
+        self.asked_before.store(default, Ordering::SeqCst);
     }
 
     /// Catches SIGHUP as well.

@@ -7,7 +7,10 @@
 //! - A policy judges resolved addresses, never names.
 #![forbid(unsafe_code)]
 
+pub mod associations;
 pub mod connector;
+mod due;
+mod held_messages;
 pub mod networks;
 pub mod proxy_protocol;
 pub mod relay;

@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::endpoint::Endpoint;
+use super::endpoint;
 use crate::duration;
+use crate::endpoint::Endpoint;
 
 /// Netcat for vsock and Unix sockets: join standard input and output to one connection
 ///
@@ -18,6 +19,7 @@ pub(crate) struct NcArgs {
     /// vsock:CID:PORT, vsock-listen:PORT, unix:PATH, unix-listen:PATH, hybrid:PATH:PORT,
     /// attach:PATH:CID:PORT, attach-listen:PATH:PORT, service:PATH:CID:PORT or
     /// service-listen:PATH:PORT
+    #[arg(value_parser = endpoint::parse)]
     pub(crate) endpoint: Endpoint,
 
     /// Messages instead of a stream: sockets of type SOCK_SEQPACKET

@@ -1,38 +1,44 @@
 //! Connecting as a process that attaches to `zerosock serve`, with a CID of its own or as the host.
 
 use std::io;
-use std::path::Path;
 use std::time::Duration;
 
+use zerosock::Port;
 use zerosock::vsock::Endpoint;
-use zerosock::{Address, Cid, Port};
 
 use super::connection::{Connection, Kind, Transport};
 use super::datagrams::Datagrams;
-use super::endpoint::{Peer, Role};
 use super::error::ConnectError;
+use crate::endpoint::{Attached, Peer, Role};
 
-/// Attaches, and connects to `port` of `to`.
-pub(super) fn connect(
-    role: Role,
-    path: &Path,
+/// Attaches, and connects or waits for a datagram.
+pub(super) fn establish(
+    end: &Attached,
+    transport: Transport,
+    left: Option<Duration>,
+    listening: &impl Fn(),
+) -> Result<Connection, ConnectError> {
+    match (&end.to, transport) {
+        (Some(to), _) => connect(end, to, transport, left),
+        (None, Transport::Datagrams) => receive_datagrams(end, left, listening),
+        (None, Transport::Connection(_)) => Err(ConnectError::Listens),
+    }
+}
+
+fn connect(
+    end: &Attached,
     to: &Peer,
-    port: u32,
     transport: Transport,
     left: Option<Duration>,
 ) -> Result<Connection, ConnectError> {
     // A service sends datagrams from a port that it has claimed: use the same number.
-    let (from, claimed) = match (role, transport) {
-        (Role::Service, Transport::Datagrams) => (Port::new(port), &[Port::new(port)][..]),
+    let (from, claimed) = match (end.role, transport) {
+        (Role::Service, Transport::Datagrams) => (end.port, &[end.port][..]),
         _ => (Port::ANY, &[][..]),
     };
-    let endpoint = attach(role, path, claimed, left)?;
-    let failed = failed(format!("connecting to {to}:{port}"));
-    let cid = match to {
-        Peer::Cid(cid) => Cid::new(*cid),
-        Peer::Name(name) => endpoint.resolve(name.as_str()).map_err(&failed)?,
-    };
-    let to = Address::new(cid, Port::new(port));
+    let endpoint = attach(end, claimed, left)?;
+    let failed = failed(format!("connecting to {to}:{}", end.port));
+    let to = to.port(&endpoint, end.port).map_err(&failed)?;
     // The connection keeps the attachment open after `endpoint` is dropped.
     let connected = match transport {
         Transport::Connection(Kind::Bytes) => endpoint.connect(to).map(Connection::Stream),
@@ -44,16 +50,14 @@ pub(super) fn connect(
     connected.map_err(failed)
 }
 
-/// Attaches, calls `listening`, and waits for the first datagram to `port`.
-pub(super) fn receive_datagrams(
-    role: Role,
-    path: &Path,
-    port: u32,
+/// Attaches, calls `listening`, and waits for the first datagram.
+fn receive_datagrams(
+    end: &Attached,
     left: Option<Duration>,
     listening: &impl Fn(),
 ) -> Result<Connection, ConnectError> {
-    let port = Port::new(port);
-    let endpoint = attach(role, path, &[port], left)?;
+    let port = end.port;
+    let endpoint = attach(end, &[port], left)?;
     let waiting = format!("waiting for a datagram to port {port}");
     // Duration::MAX is no limit in practice.
     let left = left.unwrap_or(Duration::MAX);
@@ -68,18 +72,13 @@ pub(super) fn receive_datagrams(
 
 /// Attaches, and claims or names `ports`.
 pub(super) fn attach(
-    role: Role,
-    path: &Path,
+    end: &Attached,
     ports: &[Port],
     left: Option<Duration>,
 ) -> Result<Endpoint, ConnectError> {
-    let mut builder = Endpoint::builder().ports(ports.iter().copied());
-    if let Some(left) = left {
-        builder = builder.connect_timeout(left);
-    }
-    let failed = failed(format!("attaching at {}", path.display()));
-    role.attach(builder, path)
-        .map_err(|error| failed(error.into()))
+    let failed = failed(format!("attaching at {}", end.path.display()));
+    let attached = end.attach(ports, left);
+    attached.map_err(|error| failed(error.into()))
 }
 
 /// The error of an operation.

@@ -3,15 +3,19 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::PollFlags;
 use rustix::io::Errno;
+
+use super::deadline::{Deadline, wait_for};
 
 /// A blocking read, also when another process has made the descriptor non-blocking.
 pub(super) fn read(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<usize> {
     loop {
         match rustix::io::read(fd, &mut *buffer) {
             Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => wait_for(fd, PollFlags::IN)?,
+            Err(Errno::AGAIN) => {
+                wait_for(fd, PollFlags::IN, Deadline::after(None))?;
+            }
             result => return Ok(result?),
         }
     }
@@ -22,15 +26,10 @@ pub(super) fn write(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
     loop {
         match rustix::io::write(fd, bytes) {
             Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => wait_for(fd, PollFlags::OUT)?,
+            Err(Errno::AGAIN) => {
+                wait_for(fd, PollFlags::OUT, Deadline::after(None))?;
+            }
             result => return Ok(result?),
         }
-    }
-}
-
-fn wait_for(fd: BorrowedFd<'_>, events: PollFlags) -> io::Result<()> {
-    match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, events)], None) {
-        Ok(_) | Err(Errno::INTR) => Ok(()),
-        Err(errno) => Err(errno.into()),
     }
 }

@@ -1,22 +1,23 @@
 //! Connects to the endpoint of `nc`.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, sockopt};
 
 use super::attached;
 use super::connection::{Connection, Kind, Transport};
-use super::deadline::{Deadline, timespec};
-use super::endpoint::Endpoint;
+use super::deadline::{Deadline, wait_for};
 use super::error::ConnectError;
 use super::listen::Acceptor;
+use crate::endpoint::Endpoint;
+use zerosock_relay::Target;
 use zerosock_relay::connector::NO_PERMISSION;
-use zerosock_relay::relay::CLOSED_WITHOUT_OK;
+use zerosock_relay::relay::{Answer, CLOSED_WITHOUT_OK, Endpoint as Kernel, LONGEST_ANSWER};
 
 /// What a reset in the place of an answer can mean: it carries no reason.
 pub(crate) const REFUSED_BY_PEER: &str = "no listener, its backlog is full, a target that does not accept, \
@@ -43,33 +44,21 @@ pub(super) fn establish(
     retry: bool,
     listening: impl Fn(),
 ) -> Result<Connection, ConnectError> {
-    repeat(deadline, retry, || match (endpoint, transport) {
-        (
-            Endpoint::Attach {
-                role,
-                path,
-                to,
-                port,
-            },
-            _,
-        ) => attached::connect(*role, path, to, *port, transport, deadline.left()),
-        (Endpoint::AttachListen { role, path, port }, Transport::Datagrams) => {
-            attached::receive_datagrams(*role, path, *port, deadline.left(), &listening)
-        }
-        (_, Transport::Datagrams) => Err(ConnectError::NoDatagrams),
-        (Endpoint::Vsock { cid, port }, Transport::Connection(kind)) => {
-            vsock(*cid, *port, kind, deadline).map(|socket| kind.of(socket))
-        }
-        (Endpoint::Unix(path), Transport::Connection(kind)) => {
-            unix(path, kind, deadline).map(|socket| kind.of(socket))
-        }
-        (Endpoint::Hybrid { path, port }, Transport::Connection(kind)) => {
-            hybrid(path, *port, kind, deadline).map(|socket| kind.of(socket))
-        }
-        (
-            Endpoint::VsockListen { .. } | Endpoint::UnixListen(_) | Endpoint::AttachListen { .. },
-            Transport::Connection(_),
-        ) => Err(ConnectError::Listens),
+    repeat(deadline, retry, || {
+        let (end, kind) = match (endpoint, transport) {
+            (Endpoint::Attached(end), _) => {
+                return attached::establish(end, transport, deadline.left(), &listening);
+            }
+            (_, Transport::Datagrams) => return Err(ConnectError::NoDatagrams),
+            (Endpoint::Kernel(end), Transport::Connection(kind)) => (end, kind),
+        };
+        let socket = match end {
+            Kernel::Vsock { cid, port } => vsock(*cid, *port, kind, deadline),
+            Kernel::Connect(Target::Unix(path)) => unix(path, kind, deadline),
+            Kernel::Hybrid { path, port } => hybrid(path, *port, kind, deadline),
+            _ => Err(ConnectError::Listens),
+        };
+        socket.map(|socket| kind.of(socket))
     })
 }
 
@@ -116,7 +105,8 @@ fn vsock(cid: u32, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd,
         Kind::Messages => zerosock_sys::vsock::connect_seqpacket(cid, port),
     };
     let socket = connecting.map_err(failed)?;
-    if !wait_for(&socket, PollFlags::OUT, deadline).map_err(failed)? {
+    let ready = wait_for(&socket, PollFlags::OUT, deadline).map_err(failed)?;
+    if ready.is_empty() {
         return Err(ConnectError::TimedOut(format!(
             "connecting to vsock:{cid}:{port}"
         )));
@@ -175,10 +165,6 @@ fn set_send_timeout(socket: &OwnedFd, limit: Option<Duration>) -> rustix::io::Re
 /// reads the answer byte by byte, because the bytes after its newline are the guest's. On a
 /// SEQPACKET socket, each of the two is a packet.
 fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd, ConnectError> {
-    /// Longest answer, bytes. An answer of `serve` has at most 14: `OK `, ten digits and a newline;
-    /// other programs may add blanks.
-    const LONGEST_ANSWER: usize = 64;
-
     let socket = unix(path, kind, deadline)?;
     let refused = || {
         ConnectError::Refused(format!(
@@ -204,7 +190,8 @@ fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<Owne
     };
     let mut answer = Vec::with_capacity(LONGEST_ANSWER);
     loop {
-        if !wait_for(&socket, PollFlags::IN, deadline).map_err(failed)? {
+        let ready = wait_for(&socket, PollFlags::IN, deadline).map_err(failed)?;
+        if ready.is_empty() {
             return Err(ConnectError::TimedOut(format!(
                 "waiting for OK from {}",
                 path.display()
@@ -223,31 +210,19 @@ fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<Owne
             Ok((got, _)) => got,
         };
         answer.extend_from_slice(part.get(..got).unwrap_or_default());
-        if kind == Kind::Messages || answer.ends_with(b"\n") || answer.len() == LONGEST_ANSWER {
-            break;
+        if kind == Kind::Messages {
+            answer.push(b'\n');
         }
-    }
-    let text = String::from_utf8_lossy(&answer);
-    match text.trim_end().strip_prefix("OK ").map(str::parse::<u32>) {
-        Some(Ok(_)) => Ok(socket),
-        _ => {
-            let answer = text.trim_end_matches('\n').escape_debug();
-            Err(ConnectError::Handshake(format!(
-                "{} answered `{answer}` to CONNECT",
-                path.display()
-            )))
-        }
-    }
-}
-
-/// Waits until one of `events` or an error is pending. Returns false at the deadline.
-fn wait_for(fd: impl AsFd, events: PollFlags, deadline: Deadline) -> io::Result<bool> {
-    loop {
-        let left = timespec(deadline.left());
-        match rustix::event::poll(&mut [PollFd::new(&fd, events)], left.as_ref()) {
-            Ok(ready) => return Ok(ready > 0),
-            Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno.into()),
+        match Answer::read(&answer) {
+            Answer::Ok(_) => return Ok(socket),
+            Answer::Unfinished => {}
+            Answer::Other(line) => {
+                let answer = line.escape_debug();
+                return Err(ConnectError::Handshake(format!(
+                    "{} answered `{answer}` to CONNECT",
+                    path.display()
+                )));
+            }
         }
     }
 }

@@ -8,13 +8,15 @@
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType, sockopt};
 use zerosock::vsock::{MAX_DATAGRAM, SeqPacket, Stream, StreamState};
 
 use super::datagrams::Datagrams;
+use super::deadline::{Deadline, wait_for};
 
 /// Buffer size for streams, bytes: large enough to make the cost of system calls small, small
 /// enough for a core's cache.
@@ -209,10 +211,6 @@ fn is_vsock(socket: &OwnedFd) -> bool {
 
 /// Whether one of `events` is pending on the socket.
 fn has_event(socket: &OwnedFd, events: PollFlags) -> bool {
-    let now = Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    let mut polled = [PollFd::new(socket, events)];
-    poll(&mut polled, Some(&now)).is_ok() && polled[0].revents().intersects(events)
+    let now = Deadline::after(Some(Duration::ZERO));
+    wait_for(socket, events, now).is_ok_and(|pending| pending.intersects(events))
 }

@@ -3,23 +3,21 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
-use signal_hook::consts::{SIGINT, SIGTERM};
-use zerosock::Port;
 use zerosock::vsock::{Listener, SeqPacketListener};
 
 use super::attached;
 use super::connection::{Connection, Kind};
-use super::deadline::{Deadline, timespec};
-use super::endpoint::Endpoint;
+use super::deadline::{Deadline, wait_for};
 use super::error::ConnectError;
+use crate::endpoint::Endpoint;
+use crate::signals::{Signals, Wake};
 use crate::sockets::{self, SocketFile};
+use zerosock_relay::relay::Endpoint as Kernel;
 
 /// A bound endpoint.
 pub(super) struct Acceptor {
@@ -32,7 +30,8 @@ enum Source {
     Kernel {
         listener: OwnedFd,
         kind: Kind,
-        signals: SignalGuard,
+        /// They end a wait, so that the socket file is removed.
+        signals: Signals,
         /// Removed when this is dropped.
         _file: Option<SocketFile>,
     },
@@ -49,13 +48,13 @@ impl Acceptor {
         deadline: Deadline,
     ) -> Result<Option<Acceptor>, ConnectError> {
         let (source, place) = match endpoint {
-            Endpoint::VsockListen { port } => {
+            Endpoint::Kernel(Kernel::VsockListen { port }) => {
                 let place = format!("vsock port {port}");
                 (vsock(*port, kind, backlog, &place)?, place)
             }
-            Endpoint::UnixListen(path) => {
+            Endpoint::Kernel(Kernel::UnixListen(path)) => {
                 let place = path.display().to_string();
-                let signals = SignalGuard::catch().map_err(failed(&place))?;
+                let signals = Signals::catch().map_err(failed(&place))?;
                 let access = sockets::Access::default();
                 let (listener, file) = sockets::bind_type(path, access, kind.socket_type())?;
                 let source = Source::Kernel {
@@ -66,9 +65,9 @@ impl Acceptor {
                 };
                 (source, place)
             }
-            Endpoint::AttachListen { role, path, port } => {
-                let (port, backlog) = (Port::new(*port), backlog as usize);
-                let endpoint = attached::attach(*role, path, &[port], deadline.left())?;
+            Endpoint::Attached(end) if end.to.is_none() => {
+                let (port, backlog) = (end.port, backlog as usize);
+                let endpoint = attached::attach(end, &[port], deadline.left())?;
                 let listener = match kind {
                     Kind::Bytes => endpoint.listen(port, backlog).map(Source::Streams),
                     Kind::Messages => {
@@ -96,7 +95,7 @@ impl Acceptor {
                 kind,
                 signals,
                 ..
-            } => match signals.accept(listener, deadline) {
+            } => match accept(signals, listener, deadline) {
                 Ok(None) => return Err(timed_out()),
                 Ok(Some(socket)) => Ok(kind.of(socket)),
                 Err(error) => Err(error),
@@ -127,14 +126,10 @@ impl Acceptor {
     ) -> Result<(), ConnectError> {
         let deadline = Deadline::after(limit);
         let waited = match &self.source {
-            Source::Kernel { signals, .. } => signals.wait_for(other, deadline).map(drop),
+            Source::Kernel { signals, .. } => wait_or_signal(signals, other, deadline).map(drop),
             // Signals have their default effect.
             Source::Streams(_) | Source::Messages(_) => {
-                let watched = &mut [PollFd::new(other, PollFlags::IN)];
-                match rustix::event::poll(watched, timespec(deadline.left()).as_ref()) {
-                    Ok(_) | Err(Errno::INTR) => Ok(()),
-                    Err(errno) => Err(errno.into()),
-                }
+                wait_for(other, PollFlags::IN, deadline).map(drop)
             }
         };
         waited.map_err(failed(&self.place))
@@ -143,7 +138,7 @@ impl Acceptor {
     /// Gives signals their default effect, or catches them again, so that they end a wait.
     pub(super) fn catch_signals(&self, caught: bool) {
         if let Source::Kernel { signals, .. } = &self.source {
-            signals.restored.store(!caught, Ordering::SeqCst);
+            signals.restore(!caught);
         }
     }
 }
@@ -164,67 +159,34 @@ fn vsock(port: u32, kind: Kind, backlog: i32, place: &str) -> Result<Source, Con
     Ok(Source::Kernel {
         listener: listener.map_err(failed(place))?,
         kind,
-        signals: SignalGuard::catch().map_err(failed(place))?,
+        signals: Signals::catch().map_err(failed(place))?,
         _file: None,
     })
 }
 
-/// Catches SIGINT and SIGTERM, so that they end a wait and a socket file is removed.
-struct SignalGuard {
-    /// Set while the signals have their default effect.
-    restored: Arc<AtomicBool>,
-    /// Readable when SIGTERM, or SIGINT, has arrived.
-    signals: [UnixStream; 2],
+/// `None` at the deadline.
+fn accept(
+    signals: &Signals,
+    listener: &OwnedFd,
+    deadline: Deadline,
+) -> io::Result<Option<OwnedFd>> {
+    while wait_or_signal(signals, listener, deadline)? {
+        match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
+            Err(Errno::INTR | Errno::CONNABORTED | Errno::AGAIN) => {}
+            accepted => return Ok(Some(accepted?)),
+        }
+    }
+    Ok(None)
 }
 
-impl SignalGuard {
-    fn catch() -> io::Result<SignalGuard> {
-        let restored = Arc::new(AtomicBool::new(false));
-        let watch = |signal| {
-            let (ours, handlers) = UnixStream::pair()?;
-            signal_hook::flag::register_conditional_default(signal, restored.clone())?;
-            signal_hook::low_level::pipe::register(signal, handlers)?;
-            io::Result::Ok(ours)
-        };
-        Ok(SignalGuard {
-            restored: restored.clone(),
-            signals: [watch(SIGTERM)?, watch(SIGINT)?],
-        })
-    }
-
-    /// `None` at the deadline.
-    fn accept(&self, listener: &OwnedFd, deadline: Deadline) -> io::Result<Option<OwnedFd>> {
-        while self.wait_for(listener, deadline)? {
-            match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
-                Err(Errno::INTR | Errno::CONNABORTED | Errno::AGAIN) => {}
-                accepted => return Ok(Some(accepted?)),
-            }
-        }
-        Ok(None)
-    }
-
-    /// Waits until `other` is readable; false at the deadline. A signal is an error, `Interrupted`.
-    fn wait_for(&self, other: impl AsFd, deadline: Deadline) -> io::Result<bool> {
-        loop {
-            let [terminate, interrupt] = &self.signals;
-            let mut watched = [
-                PollFd::new(&other, PollFlags::IN),
-                PollFd::new(terminate, PollFlags::IN),
-                PollFd::new(interrupt, PollFlags::IN),
-            ];
-            match rustix::event::poll(&mut watched, timespec(deadline.left()).as_ref()) {
-                Ok(0) => return Ok(false),
-                Err(Errno::INTR) => continue,
-                Ok(_) => {}
-                Err(errno) => return Err(errno.into()),
-            }
-            let [is_readable, signals @ ..] = watched.map(|fd| !fd.revents().is_empty());
-            if signals.contains(&true) {
-                return Err(io::ErrorKind::Interrupted.into());
-            }
-            if is_readable {
-                return Ok(true);
-            }
+/// Waits until `other` is readable; false at the deadline. A signal is an error, `Interrupted`.
+fn wait_or_signal(signals: &Signals, other: impl AsFd, deadline: Deadline) -> io::Result<bool> {
+    loop {
+        match signals.wait(other.as_fd(), deadline.left())? {
+            Wake::Signal(_) => return Err(io::ErrorKind::Interrupted.into()),
+            Wake::Other => return Ok(true),
+            _ if deadline.is_over() => return Ok(false),
+            Wake::TimeIsUp | Wake::Hangup | Wake::User => {}
         }
     }
 }

@@ -12,7 +12,7 @@ pub(crate) mod connect;
 mod connection;
 mod datagrams;
 mod deadline;
-pub(crate) mod endpoint;
+mod endpoint;
 mod error;
 mod exec;
 mod listen;

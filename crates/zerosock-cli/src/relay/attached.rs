@@ -11,30 +11,27 @@
 //!   ended in order.
 
 use std::io;
-use std::net::{Shutdown, TcpListener};
+use std::net::{Shutdown, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixListener;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
-use rustix::net::{SocketType, sockopt};
+use rustix::io::{Errno, retry_on_intr};
+use rustix::net::{SocketFlags, SocketType, accept_with, getsockname, sockopt};
 use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock::vsock::{Endpoint, Listener, Stream};
-use zerosock::{Address, Cid, Port};
+use zerosock::{Address, Port};
 use zerosock_relay::relay::{ACCESS_LINES, Endpoint as KernelEnd};
 use zerosock_relay::{AddressPolicy, ConnectRequest, Connector, ConnectorConfig, Target};
 use zerosock_sys::LogLimit;
 
 use super::args::RelayArgs;
-use super::end::End;
+use crate::endpoint::{Attached, Endpoint as End};
 use crate::failure::Failure;
-use crate::nc::endpoint::{Endpoint as AttachedEnd, Peer, Role};
 use crate::service_manager::notify;
 use crate::signals::{Signals, signals_failed};
 use crate::sockets::{self, SocketFile};
@@ -138,8 +135,7 @@ enum Source {
         Listener,
         #[allow(dead_code, reason = "keeps the attachment")] Endpoint,
     ),
-    Tcp(TcpListener),
-    Unix(UnixListener),
+    Kernel(OwnedFd),
     /// Neither end listens.
     None,
 }
@@ -150,15 +146,10 @@ enum Side {
     Socket(OwnedFd),
 }
 
-/// What connections from the source are joined to.
-enum Targets {
-    Attached {
-        endpoint: Endpoint,
-        to: Address,
-        /// The kernel's socket, if neither end listens.
-        kernel: Option<KernelTarget>,
-    },
-    Kernel(KernelTarget),
+/// What connections from the source are joined to; both if neither end listens.
+struct Targets {
+    attached: Option<(Endpoint, Address)>,
+    kernel: Option<KernelTarget>,
 }
 
 struct KernelTarget {
@@ -168,53 +159,50 @@ struct KernelTarget {
     keepalive: Option<Duration>,
 }
 
-fn attach(role: Role, path: &Path, ports: &[Port], timeout: Duration) -> Result<Endpoint, Failure> {
-    let builder = Endpoint::builder()
-        .ports(ports.iter().copied())
-        .connect_timeout(timeout);
-    role.attach(builder, path).map_err(|error| {
-        Failure::runtime(format_args!("{}: cannot attach: {error}", path.display()))
+fn attach(end: &Attached, ports: &[Port], args: &RelayArgs) -> Result<Endpoint, Failure> {
+    let attached = end.attach(ports, Some(args.connect_timeout));
+    attached.map_err(|error| {
+        Failure::runtime(format_args!(
+            "{}: cannot attach: {error}",
+            end.path.display()
+        ))
     })
 }
 
 fn source(
-    attached: &AttachedEnd,
+    attached: &Attached,
     kernel: &KernelEnd,
     args: &RelayArgs,
 ) -> Result<(Source, Option<SocketFile>), Failure> {
     let failed = |error: &dyn std::fmt::Display| {
         Failure::runtime(format_args!("{kernel}: cannot listen: {error}"))
     };
-    let listens = match attached {
-        AttachedEnd::AttachListen { role, path, port } => Some((*role, path, *port)),
-        _ => None,
-    };
-    match (listens, kernel) {
-        (Some(_), kernel) if kernel.listens() => Err(Failure::usage(format_args!(
+    match (attached.to.is_none(), kernel) {
+        (true, kernel) if kernel.listens() => Err(Failure::usage(format_args!(
             "{attached} and {kernel} both listen: one of the ends has to connect"
         ))),
-        (Some((role, path, port)), _) => {
-            let port = Port::new(port);
-            let endpoint = attach(role, path, &[port], args.connect_timeout)?;
-            let listener = endpoint.listen(port, BACKLOG).map_err(Failure::runtime)?;
+        (true, _) => {
+            let endpoint = attach(attached, &[attached.port], args)?;
+            let listener = endpoint.listen(attached.port, BACKLOG);
+            let listener = listener.map_err(Failure::runtime)?;
             info!(end = %attached, cid = %endpoint.cid(), "listening");
             Ok((Source::Attached(listener, endpoint), None))
         }
-        (None, KernelEnd::TcpListen(address)) => {
-            let listener = TcpListener::bind(address).map_err(|error| failed(&error))?;
-            let address = listener.local_addr().map_err(|error| failed(&error))?;
+        (false, KernelEnd::TcpListen(address)) => {
+            let listener = sockets::bind_tcp(*address).map_err(|error| failed(&error))?;
+            let address = getsockname(&listener).and_then(SocketAddr::try_from);
+            let address = address.map_err(|error| failed(&error))?;
             info!(end = %kernel, %address, "listening");
-            Ok((Source::Tcp(listener), None))
+            Ok((Source::Kernel(listener), None))
         }
-        (None, KernelEnd::UnixListen(path)) => {
+        (false, KernelEnd::UnixListen(path)) => {
             let access = args.sockets.access()?;
             let bound = sockets::bind_type(path, access, SocketType::STREAM);
             let (listener, file) = bound.map_err(|error| failed(&error))?;
             info!(end = %kernel, "listening");
-            Ok((Source::Unix(listener.into()), Some(file)))
+            Ok((Source::Kernel(listener), Some(file)))
         }
-        (None, KernelEnd::VsockListen { .. }) => Err(not_joined(kernel)),
-        (None, _) => Ok((Source::None, None)),
+        (false, _) => Ok((Source::None, None)),
     }
 }
 
@@ -224,12 +212,8 @@ fn not_joined(kernel: &KernelEnd) -> Failure {
     ))
 }
 
-fn targets(
-    attached: &AttachedEnd,
-    kernel: &KernelEnd,
-    args: &RelayArgs,
-) -> Result<Targets, Failure> {
-    let kernel_target = match kernel {
+fn targets(attached: &Attached, kernel: &KernelEnd, args: &RelayArgs) -> Result<Targets, Failure> {
+    let kernel = match kernel {
         KernelEnd::Connect(target) => Some(KernelTarget {
             target: target.clone(),
             connector: Connector::start(ConnectorConfig::default()).map_err(Failure::runtime)?,
@@ -239,49 +223,27 @@ fn targets(
         KernelEnd::TcpListen(_) | KernelEnd::UnixListen(_) => None,
         _ => return Err(not_joined(kernel)),
     };
-    let AttachedEnd::Attach {
-        role,
-        path,
-        to,
-        port,
-    } = attached
-    else {
-        return match kernel_target {
-            Some(target) => Ok(Targets::Kernel(target)),
-            None => Err(not_joined(kernel)),
-        };
+    let attached = match &attached.to {
+        Some(to) => {
+            let endpoint = attach(attached, &[], args)?;
+            let to = to.port(&endpoint, attached.port);
+            Some((endpoint, to.map_err(Failure::runtime)?))
+        }
+        None => None,
     };
-    let endpoint = attach(*role, path, &[], args.connect_timeout)?;
-    let cid = match to {
-        Peer::Cid(cid) => Cid::new(*cid),
-        Peer::Name(name) => endpoint.resolve(name.as_str()).map_err(Failure::runtime)?,
-    };
-    Ok(Targets::Attached {
-        endpoint,
-        to: Address::new(cid, Port::new(*port)),
-        kernel: kernel_target,
-    })
+    Ok(Targets { attached, kernel })
 }
 
 impl Targets {
     /// A connection to the attached end.
     fn attached(&self) -> io::Result<Stream> {
-        match self {
-            Targets::Attached { endpoint, to, .. } => endpoint.connect(*to),
-            Targets::Kernel(_) => Err(io::ErrorKind::InvalidInput.into()),
-        }
+        let (endpoint, to) = self.attached.as_ref().ok_or(io::ErrorKind::InvalidInput)?;
+        endpoint.connect(*to)
     }
 
     /// A connection to the kernel's end.
     fn kernel(&self) -> Result<OwnedFd, String> {
-        let (Targets::Kernel(kernel)
-        | Targets::Attached {
-            kernel: Some(kernel),
-            ..
-        }) = self
-        else {
-            return Err("no target".into());
-        };
+        let kernel = self.kernel.as_ref().ok_or("no target")?;
         let (answer, answered) = mpsc::channel();
         let request = ConnectRequest {
             target: kernel.target.clone(),
@@ -315,12 +277,11 @@ fn accept(source: &Source, targets: &Arc<Targets>, limits: &Arc<Limits>) {
             Source::Attached(listener, _) => {
                 listener.accept().map(|(stream, _)| Side::Stream(stream))
             }
-            Source::Tcp(listener) => listener
-                .accept()
-                .map(|(socket, _)| Side::Socket(socket.into())),
-            Source::Unix(listener) => listener
-                .accept()
-                .map(|(socket, _)| Side::Socket(socket.into())),
+            Source::Kernel(listener) => {
+                let accept = || accept_with(listener, SocketFlags::CLOEXEC);
+                let accepted = retry_on_intr(accept);
+                accepted.map(Side::Socket).map_err(io::Error::from)
+            }
             Source::None => return,
         };
         let side = match accepted {

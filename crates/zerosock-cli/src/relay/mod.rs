@@ -4,7 +4,6 @@
 
 pub(crate) mod args;
 mod attached;
-mod end;
 mod settings;
 
 use sd_notify::NotifyState;

@@ -3,7 +3,8 @@
 //! # Invariants
 //! - A datagram is relayed whole or dropped and counted.
 //! - The number of associations is bounded with that of connections. A further sender takes the place of the
-//!   association on which nothing was relayed for the longest time; each ends at the time-out.
+//!   association on which nothing was relayed for the longest time; each ends at the time-out. Both are as far
+//!   as the datagrams that the kernel moves are counted.
 //! - A full UDP target loses datagrams, as anywhere on the network. A Unix receiver that is full gets
 //!   those of one batch later; further ones are dropped until then.
 //! - A target with a name that refuses a datagram (ICMP) ends the association, if the name has another address:
@@ -13,14 +14,11 @@
 mod joining;
 mod outcome;
 
-use std::collections::HashMap;
-use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use rustix::io::Errno;
-use slab::Slab;
 use zerosock_proto::Instant;
 use zerosock_sys::mmsg::Address;
 use zerosock_virtio::deadline::earlier;
@@ -28,12 +26,11 @@ use zerosock_virtio::deadline::earlier;
 pub(super) use self::outcome::{Ended, OpenError};
 
 use super::direction::{Ready, Side, end_of_messages};
-use super::due::{DueList, Link, Linked};
-use super::held_messages::HeldMessages;
 use super::joined::{Joined, Joining, Turns};
 use super::pair::Stage;
 use super::socket::Socket;
 use super::store::{BATCH, Store};
+use crate::associations::{self, AssociationId, AssociationTable};
 use crate::connector::PendingConnect;
 
 /// Batches that one turn receives from the listening socket, and from one association.
@@ -51,15 +48,8 @@ const HELD_LIMIT: usize = 64 << 20;
 pub(super) struct Associations {
     listener: Socket,
     readable: bool,
-    slots: Slab<Association>,
-    by_source: HashMap<Address, u32>,
-    /// Associations with work.
-    queue: VecDeque<u32>,
-    /// In the order of their last datagrams, as far as those that the kernel moves are counted.
-    due: DueList,
-    serial: u32,
-    /// Sum of [`Association::counted`].
-    held: usize,
+    table: AssociationTable<Address, Exchange>,
+    timeout: Duration,
     /// The address of the listener, if the kernel may join senders to their sockets.
     connects_at: Option<SocketAddr>,
     /// Associations with a socket to their sender that are not joined yet.
@@ -69,46 +59,29 @@ pub(super) struct Associations {
     turns: Turns,
 }
 
-/// The datagrams of one sender.
+/// One sender, with its socket to the target.
+pub(super) type Association = associations::Association<Address, Exchange>;
+
+/// The datagrams of one sender, and the answers to them.
 #[derive(Debug)]
-pub(super) struct Association {
+pub(super) struct Exchange {
     side: Side,
     pub(super) stage: Stage,
-    /// The address of the target, if its name has another one.
-    pub(super) replaceable: Option<SocketAddr>,
-    /// The request to the connector for the socket.
-    asked: Option<PendingConnect>,
-    /// Tells it from its successor in the same slot.
-    pub(super) serial: u32,
-    queued: bool,
-    pub(super) source: Address,
-    /// What the target did not take yet.
-    held: HeldMessages,
-    /// Bytes of `held` after its last turn.
-    counted: usize,
-    link: Link,
     /// Datagrams that came at the listener.
     received: usize,
     joining: Joining,
     /// Bytes and lost datagrams of the joined sockets, as far as they are counted.
     redirected: ([u64; 2], u64),
     pub(super) opened: Instant,
-    moved: Instant,
     /// Bytes to the target, and to the source.
     pub(super) bytes: [u64; 2],
     pub(super) dropped: u64,
 }
 
-impl Linked for Association {
-    fn link(&mut self) -> &mut Link {
-        &mut self.link
-    }
-}
-
 /// What the relay decides for a new sender.
 pub(super) trait Opener {
-    /// Makes a socket to the target for the association that will have this key and serial.
-    fn open(&mut self, key: u32, serial: u32, source: &Address) -> Result<Opened, OpenError>;
+    /// Makes a socket to the target for the association that will have this name.
+    fn open(&mut self, id: AssociationId, source: &Address) -> Result<Opened, OpenError>;
 
     /// An association has ended.
     fn end(&mut self, association: Association, reason: Ended, now: Instant);
@@ -145,16 +118,12 @@ impl Associations {
         Associations {
             listener,
             readable: false,
-            slots: Slab::new(),
-            by_source: HashMap::new(),
-            queue: VecDeque::new(),
-            due: DueList::new(Some(timeout.max(Duration::from_millis(1)))),
-            serial: 0,
+            table: AssociationTable::new(BATCH, HELD_LIMIT),
+            timeout: timeout.max(Duration::from_millis(1)),
             connects_at,
             joining: Vec::new(),
             joined: 0,
             turns: Turns::default(),
-            held: 0,
         }
     }
 
@@ -169,50 +138,41 @@ impl Associations {
 
     /// The socket of an association is ready.
     pub(super) fn set_ready(&mut self, key: u32, ready: Ready) {
-        if let Some(association) = self.slots.get_mut(key as usize) {
+        if let Some(association) = self.table.get_mut(key) {
             association.side.ready.set(ready);
-            if !std::mem::replace(&mut association.queued, true) {
-                self.queue.push_back(key);
-            }
+            self.table.enqueue(key);
         }
     }
 
     /// Gives an association the socket that was asked for. Returns it for registration.
     pub(super) fn connected(
         &mut self,
-        key: u32,
-        serial: u32,
+        id: AssociationId,
         socket: Socket,
     ) -> Option<&mut Association> {
-        let association = self.slots.get_mut(key as usize)?;
-        if association.serial != serial {
-            return None;
-        }
+        let key = self.table.key_of(id)?;
+        self.table.enqueue(key);
+        let association = self.table.get_mut(key)?;
         association.side.socket = socket;
         association.side.ready = Ready::WRITE;
         association.stage = Stage::Connected;
-        association.asked = None;
-        if !std::mem::replace(&mut association.queued, true) {
-            self.queue.push_back(key);
-        }
         Some(association)
     }
 
     /// Removes an association whose socket cannot be had.
-    pub(super) fn failed(&mut self, key: u32, serial: u32) -> Option<Association> {
-        let association = self.slots.get(key as usize)?;
-        (association.serial == serial).then(|| self.remove(key))
+    pub(super) fn failed(&mut self, id: AssociationId) -> Option<Association> {
+        self.remove(self.table.key_of(id)?)
     }
 
     pub(super) fn next_timeout(&self) -> Option<Instant> {
-        earlier(self.due.next(), self.turns.next())
+        earlier(self.table.next_timeout(), self.turns.next())
     }
 
     /// Ends the associations for which nothing was relayed for the time-out.
     fn end_idle(&mut self, opener: &mut impl Opener, now: Instant, done: &mut Done) {
-        while let Some(key) = self.due.pop(&mut self.slots, now) {
+        while let Some(key) = self.table.pop_idle(now) {
             if !self.observe(key, now, done) {
-                opener.end(self.remove(key), Ended::Idle, now);
+                self.end(key, Ended::Idle, opener, now);
             }
         }
     }
@@ -225,9 +185,9 @@ impl Associations {
         done: &mut Done,
     ) -> bool {
         // The kernel may have moved datagrams of an association meanwhile: `observe` finds that once per turn.
-        while let Some(key) = self.due.first() {
+        while let Some(key) = self.table.longest_idle() {
             if !self.observe(key, now, done) {
-                opener.end(self.remove(key), Ended::Replaced, now);
+                self.end(key, Ended::Replaced, opener, now);
                 return true;
             }
         }
@@ -236,39 +196,28 @@ impl Associations {
 
     /// Counts the datagrams that the kernel has moved for an association. Returns whether they are the first of this turn.
     fn observe(&mut self, key: u32, now: Instant, done: &mut Done) -> bool {
-        let association = self.slots.get_mut(key as usize);
-        association.is_some_and(|it| it.observe(done)) && self.touch(key, now)
-    }
-
-    /// A datagram was relayed for an association. Whether it was the first one of this turn.
-    fn touch(&mut self, key: u32, now: Instant) -> bool {
-        let Some(association) = self.slots.get_mut(key as usize) else {
-            return false;
-        };
-        if association.moved == now {
-            return false;
-        }
-        association.moved = now;
-        self.due.remove(&mut self.slots, key);
-        self.due.add(&mut self.slots, key, now);
-        true
+        let association = self.table.get_mut(key);
+        association.is_some_and(|it| it.observe(done)) && self.table.touch(key, now)
     }
 
     /// Removes all associations.
     pub(super) fn drain(&mut self, done: &mut Done) -> Vec<Association> {
-        for (_, association) in &mut self.slots {
+        let keys = self.table.keys().into_iter();
+        let mut all: Vec<_> = keys.filter_map(|key| self.remove(key)).collect();
+        for association in &mut all {
             association.observe(done);
         }
-        let keys: Vec<u32> = self.slots.iter().map(|(key, _)| key as u32).collect();
-        keys.into_iter().map(|key| self.remove(key)).collect()
+        all
     }
 
-    fn remove(&mut self, key: u32) -> Association {
-        self.due.remove(&mut self.slots, key);
-        let mut association = self.slots.remove(key as usize);
-        if let Some(request) = association.asked.take() {
-            request.cancel();
+    fn end(&mut self, key: u32, reason: Ended, opener: &mut impl Opener, now: Instant) {
+        if let Some(association) = self.remove(key) {
+            opener.end(association, reason, now);
         }
+    }
+
+    fn remove(&mut self, key: u32) -> Option<Association> {
+        let mut association = self.table.remove(key)?;
         match &mut association.joining {
             Joining::No | Joining::Refused => {}
             Joining::Soon(_) => self.joined -= 1,
@@ -277,18 +226,7 @@ impl Associations {
                 self.joined -= 1;
             }
         }
-        self.by_source.remove(&association.source);
-        self.held -= association.counted;
-        association
-    }
-
-    /// Counts the bytes that an association holds now.
-    fn recount(&mut self, key: u32) {
-        if let Some(association) = self.slots.get_mut(key as usize) {
-            let bytes = association.held.memory();
-            self.held = self.held - association.counted + bytes;
-            association.counted = bytes;
-        }
+        Some(association)
     }
 
     /// Relays what has come, within a budget.
@@ -306,18 +244,23 @@ impl Associations {
         while let Some(key) = self.turns.pop(now) {
             self.set_ready(key, Ready::default());
         }
-        for _ in 0..self.queue.len() {
-            let Some(key) = self.queue.pop_front() else {
+        for _ in 0..self.table.queued() {
+            let Some(key) = self.table.dequeue() else {
                 break;
             };
-            match self.slots.get(key as usize).map(Association::is_joined) {
-                Some(true) => self.step(key, store, opener, now, &mut done),
-                _ => self.answer(key, store, opener, now, &mut done),
+            let ended = match self.table.get(key) {
+                Some(association) if association.is_joined() => {
+                    self.step(key, store, opener, now, &mut done)
+                }
+                _ => self.answer(key, store, now, &mut done),
+            };
+            self.table.recount(key);
+            if let Some(reason) = ended {
+                self.end(key, reason, opener, now);
             }
-            self.recount(key);
         }
         self.end_idle(opener, now, &mut done);
-        done.more = self.readable || !self.queue.is_empty();
+        done.more = self.readable || self.table.queued() > 0;
         done
     }
 
@@ -353,7 +296,7 @@ impl Associations {
                     Some(key) => {
                         self.forward(key, first..end, store, now, done);
                         self.connect_sender(key, end - first);
-                        self.recount(key);
+                        self.table.recount(key);
                     }
                     None => done.dropped += (end - first) as u64,
                 }
@@ -369,14 +312,12 @@ impl Associations {
         now: Instant,
         done: &mut Done,
     ) -> Option<u32> {
-        if let Some(&key) = self.by_source.get(&source) {
+        if let Some(key) = self.table.find(&source) {
             return Some(key);
         }
-        self.serial = self.serial.wrapping_add(1);
-        let serial = self.serial;
-        let mut opened = opener.open(self.slots.vacant_key() as u32, serial, &source);
+        let mut opened = opener.open(self.table.next_id(), &source);
         if matches!(opened, Err(OpenError::Full)) && self.end_longest_idle(opener, now, done) {
-            opened = opener.open(self.slots.vacant_key() as u32, serial, &source);
+            opened = opener.open(self.table.next_id(), &source);
         }
         let (socket, stage, asked) = match opened {
             Ok(opened) => opened,
@@ -385,30 +326,22 @@ impl Associations {
                 return None;
             }
         };
-        let key = self.slots.insert(Association {
+        let exchange = Exchange {
             side: Side {
                 socket,
                 ready: Ready::WRITE,
             },
             stage,
-            replaceable: None,
-            asked,
-            serial,
-            queued: false,
-            source,
-            held: HeldMessages::default(),
-            counted: 0,
-            link: Link::default(),
             received: 0,
             joining: Joining::No,
             redirected: ([0; 2], 0),
             opened: now,
-            moved: now,
             bytes: [0; 2],
             dropped: 0,
-        }) as u32;
-        self.by_source.insert(source, key);
-        self.due.add(&mut self.slots, key, now);
+        };
+        let key = self.table.add(source, exchange, now).key;
+        self.table.limit_idle(key, self.timeout);
+        self.table.get_mut(key)?.asked = asked;
         Some(key)
     }
 
@@ -421,8 +354,9 @@ impl Associations {
         now: Instant,
         done: &mut Done,
     ) {
-        self.touch(key, now);
-        let Some(association) = self.slots.get_mut(key as usize) else {
+        self.table.touch(key, now);
+        let room = self.table.room();
+        let Some(association) = self.table.get_mut(key) else {
             return;
         };
         let before = association.dropped;
@@ -436,12 +370,9 @@ impl Associations {
                 next += 1;
                 continue;
             }
-            let waits = association.held.len() > 0 || association.stage != Stage::Connected;
-            if waits {
-                match association.held.len() < BATCH && self.held < HELD_LIMIT {
-                    true => association.held.push(batch.message(next)),
-                    false => association.dropped += 1,
-                }
+            if !association.held.is_empty() || association.stage != Stage::Connected {
+                let held = association.hold(batch.message(next), room);
+                association.dropped += u64::from(!held);
                 next += 1;
                 continue;
             }
@@ -461,10 +392,8 @@ impl Associations {
                     match Errno::from_io_error(&error) {
                         Some(Errno::AGAIN) if association.side.socket.kind().has_room_events() => {
                             association.side.ready.clear(Ready::WRITE);
-                            match self.held < HELD_LIMIT {
-                                true => association.held.push(batch.message(next)),
-                                false => association.dropped += 1,
-                            }
+                            let held = association.hold(batch.message(next), room);
+                            association.dropped += u64::from(!held);
                             next += 1;
                         }
                         // The answer to an earlier datagram, such as that no process listens there.
@@ -480,21 +409,17 @@ impl Associations {
         done.dropped += association.dropped - before;
     }
 
-    /// From the target to the source.
+    /// From the target to the source. Returns why the association ends, if it does.
     fn answer(
         &mut self,
         key: u32,
         store: &mut Store,
-        opener: &mut impl Opener,
         now: Instant,
         done: &mut Done,
-    ) {
-        let Some(association) = self.slots.get_mut(key as usize) else {
-            return;
-        };
-        association.queued = false;
+    ) -> Option<Ended> {
+        let association = self.table.get_mut(key)?;
         if association.stage != Stage::Connected {
-            return;
+            return None;
         }
         let before = association.dropped;
         association.send_held(done);
@@ -556,16 +481,13 @@ impl Associations {
         if let (true, false, Some(address)) = (refused, moved, association.replaceable) {
             ended = Some(Ended::Refused(address));
         }
-        if let Some(reason) = ended {
-            return opener.end(self.remove(key), reason, now);
-        }
-        if association.side.ready.has(Ready::READ) {
-            association.queued = true;
-            self.queue.push_back(key);
+        if ended.is_none() && association.side.ready.has(Ready::READ) {
+            self.table.enqueue(key);
         }
         if moved {
-            self.touch(key, now);
+            self.table.touch(key, now);
         }
+        ended
     }
 }
 
@@ -584,7 +506,7 @@ impl Association {
         if self.stage != Stage::Connected {
             return;
         }
-        while self.held.len() > 0 && self.side.ready.has(Ready::WRITE) {
+        while !self.held.is_empty() && self.side.ready.has(Ready::WRITE) {
             match self.side.socket.send(self.held.first()) {
                 Ok(sent) => {
                     self.bytes[0] += sent as u64;
@@ -597,9 +519,6 @@ impl Association {
                 Err(_) => self.dropped += 1,
             }
             self.held.pop();
-        }
-        if self.held.len() == 0 && self.held.memory() > 0 {
-            self.held = HeldMessages::default();
         }
     }
 }

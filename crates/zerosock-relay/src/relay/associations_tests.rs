@@ -9,7 +9,7 @@ use crate::relay::socket::SocketKind;
 struct Resolving;
 
 impl Opener for Resolving {
-    fn open(&mut self, _: u32, _: u32, _: &Address) -> Result<Opened, OpenError> {
+    fn open(&mut self, _: AssociationId, _: &Address) -> Result<Opened, OpenError> {
         Ok((Socket::absent(SocketKind::Udp), Stage::Absent, None))
     }
 
@@ -31,7 +31,7 @@ struct Two {
 }
 
 impl Opener for Two {
-    fn open(&mut self, _: u32, _: u32, _: &Address) -> Result<Opened, OpenError> {
+    fn open(&mut self, _: AssociationId, _: &Address) -> Result<Opened, OpenError> {
         self.asked += 1;
         if self.open == 2 {
             return Err(OpenError::Full);
@@ -80,7 +80,7 @@ fn the_longest_idle_sender_is_replaced_and_each_ends_at_its_time_out() {
     };
     assert_eq!(opener.ended.len(), 1);
     assert_eq!(name(&opener.ended[0]), (names[1], Ended::Replaced, 1));
-    assert_eq!((all.slots.len(), opener.asked), (2, 4));
+    assert_eq!((all.table.count(), opener.asked), (2, 4));
     // The time-out counts from the last datagram.
     for (second, ended) in [(62, 1), (63, 2), (63, 2), (64, 3)] {
         all.run(&mut store, &mut opener, at(second));
@@ -116,10 +116,14 @@ fn datagrams_of_many_senders_wait_for_a_target_in_bounded_memory() {
             dropped += all.run(&mut store, &mut Resolving, now).dropped;
         }
     }
-    let held: usize = all.slots.iter().map(|(_, one)| one.held.memory()).sum();
+    let keys = all.table.keys();
+    let held: usize = keys
+        .iter()
+        .map(|key| all.table.get(*key).unwrap().held.memory())
+        .sum();
     assert!(held <= HELD_LIMIT + LENGTH, "{held} bytes");
-    assert_eq!(held, all.held);
+    assert_eq!(held, all.table.held);
     assert!(dropped > 0);
     all.drain(&mut Done::default());
-    assert_eq!(all.held, 0);
+    assert_eq!(all.table.held, 0);
 }

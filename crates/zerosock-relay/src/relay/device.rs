@@ -31,15 +31,16 @@ use zerosock_virtio::worker::WorkerMessage;
 use super::associations::Associations;
 use super::counters::Counters;
 use super::direction::{Ready, Side};
-use super::due::DueList;
 use super::endpoint::Endpoint;
 use super::joined::{Step, Turns};
 use super::pair::{Pair, Reason, Source, Stage, Turn};
 use super::plan::Plan;
 use super::socket::{Socket, SocketKind};
 use super::store::Store;
+use crate::associations::AssociationId;
 use crate::connector::{ConnectError, Connected, PendingConnect};
-pub use hybrid::CLOSED_WITHOUT_OK;
+use crate::due::DueList;
+pub use hybrid::{Answer, CLOSED_WITHOUT_OK, LONGEST_ANSWER};
 
 /// The sockets of pairs: the key is that of the pair.
 const SIDES: [EventKind; 2] = [EventKind::new(1), EventKind::new(2)];
@@ -110,8 +111,7 @@ pub(super) enum Message {
     },
     /// The same, for an association.
     Associated {
-        key: u32,
-        serial: u32,
+        id: AssociationId,
         result: Result<Connected, ConnectError>,
     },
     /// Neither end listens: make the only pair.
@@ -443,11 +443,7 @@ impl WorkerDevice for RelayDevice {
                 end,
                 result,
             } => self.on_connected((key, serial, end), result, cx),
-            Message::Associated {
-                key,
-                serial,
-                result,
-            } => self.on_associated(key, serial, result, cx),
+            Message::Associated { id, result } => self.on_associated(id, result, cx),
             Message::Begin => {
                 self.plan.admit();
                 self.begin(None, Source::Here, cx);

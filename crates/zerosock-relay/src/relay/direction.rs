@@ -12,10 +12,10 @@ use rustix::io::Errno;
 use rustix::pipe::{SpliceFlags, splice};
 use zerosock_sys::mmsg::Batch;
 
-use super::held_messages::HeldMessages;
 use super::socket::{Socket, SocketKind};
 use super::store::{BATCH, Chunk, Pipe, Store};
 use super::way::Mode;
+use crate::held_messages::HeldMessages;
 
 /// What is known about a socket from its edges and from calls.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -371,7 +371,7 @@ impl Direction {
                         self.batch = 1;
                         let mut held = HeldMessages::default();
                         for index in (next..count).filter(|&n| !batch.is_truncated(n)) {
-                            held.push(batch.message(index));
+                            self.dropped += u32::from(!held.push(batch.message(index)));
                         }
                         store.lend(held.memory());
                         self.held = Held::Messages(Box::new(held));

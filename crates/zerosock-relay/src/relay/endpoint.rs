@@ -120,17 +120,13 @@ impl FromStr for Endpoint {
             "unix-seqpacket-listen" => Endpoint::UnixSeqpacketListen(path(rest)?),
             "unix-dgram-listen" => Endpoint::UnixDatagramListen(path(rest)?),
             "hybrid" => {
-                // The path may contain colons, the port may not.
-                let parts = rest.rsplit_once(':');
-                let (before, port) = parts.ok_or_else(|| no_port(text, "hybrid:PATH:PORT"))?;
-                Endpoint::Hybrid {
-                    path: path(before)?,
-                    port: self::port(port)?,
-                }
+                let (path, port) = path_and_port(rest, "hybrid:PATH:PORT")?;
+                Endpoint::Hybrid { path, port }
             }
             "vsock" => {
                 let parts = rest.split_once(':');
-                let (cid, port) = parts.ok_or_else(|| no_port(text, "vsock:CID:PORT"))?;
+                let (cid, port) = parts
+                    .ok_or_else(|| fault("the CID or the port is missing; give vsock:CID:PORT"))?;
                 Endpoint::Vsock {
                     cid: self::cid(cid)?,
                     port: self::port(port)?,
@@ -165,8 +161,15 @@ fn no_kind(text: &str) -> ParseEndpointError {
     }
 }
 
-fn no_port(text: &str, form: &str) -> ParseEndpointError {
-    fault(format_args!("`{text}` has no port: give {form}"))
+/// Splits `PATH:PORT`. The path may contain colons, the port may not.
+///
+/// # Errors
+/// What is wrong; `form` is how to write it.
+pub fn path_and_port(text: &str, form: &str) -> Result<(PathBuf, u32), ParseEndpointError> {
+    let parts = text.rsplit_once(':');
+    let missing = || fault(format_args!("the port is missing; give {form}"));
+    let (path, port) = parts.ok_or_else(missing)?;
+    Ok((self::path(path)?, self::port(port)?))
 }
 
 fn address(kind: &str, text: &str) -> Result<SocketAddr, ParseEndpointError> {
@@ -197,7 +200,7 @@ fn cid(text: &str) -> Result<u32, ParseEndpointError> {
     let cid = text.parse().ok().filter(|&cid| cid != Cid::ANY);
     cid.map(Cid::get).ok_or_else(|| {
         fault(format_args!(
-            "`{text}` is no CID: give a number from 0 to 4294967294, also as 0x3, or hypervisor, \
+            "`{text}` is not a CID; give a number from 0 to 4294967294, also as 0x3, or hypervisor, \
              local or host (2)"
         ))
     })
@@ -208,7 +211,7 @@ fn port(text: &str) -> Result<u32, ParseEndpointError> {
     let port = text.parse().ok().filter(|&port| port != Port::ANY);
     port.map(Port::get).ok_or_else(|| {
         fault(format_args!(
-            "`{text}` is no port: give a number from 0 to 4294967294, also as 0x16"
+            "`{text}` is not a port; give a number from 0 to 4294967294, also as 0x16"
         ))
     })
 }
@@ -291,19 +294,22 @@ mod tests {
             ("tcp-listen:127.0.0.1:65536", "number from 0 to 65535"),
             ("udp-listen:[::]:x", "`x` is no port in `udp-listen:[::]:x`"),
             ("tcp:127.0.0.1:0", "number from 1 to 65535"),
-            ("hybrid:/tmp/a", "has no port: give hybrid:PATH:PORT"),
-            ("vsock:22", "has no port: give vsock:CID:PORT"),
+            (
+                "hybrid:/tmp/a",
+                "the port is missing; give hybrid:PATH:PORT",
+            ),
+            ("vsock:22", "port is missing; give vsock:CID:PORT"),
             ("TCP-LISTEN:80,fork", "as tcp-listen:ADDRESS:PORT"),
             ("TCP4-LISTEN:80", "write `tcp-listen` in lower case"),
             ("TCP:host:80", "as tcp:HOST:PORT"),
             ("UNIX-CONNECT:/s", "as unix:PATH"),
             ("VSOCK-CONNECT:2:80", "as vsock:CID:PORT"),
             ("OPENSSL:host:443", "give one of tcp:HOST:PORT"),
-            ("hybrid:/tmp/a:x", "`x` is no port"),
-            ("vsock:4294967295:1", "is no CID"),
+            ("hybrid:/tmp/a:x", "`x` is not a port"),
+            ("vsock:4294967295:1", "is not a CID"),
             ("vsock:any:1", "local or host"),
-            ("vsock:2:any", "is no port"),
-            ("vsock-listen:-1", "is no port"),
+            ("vsock:2:any", "is not a port"),
+            ("vsock-listen:-1", "is not a port"),
         ] {
             let said = text.parse::<Endpoint>().unwrap_err().to_string();
             assert!(said.contains(named), "{text:?}: {said}");

@@ -19,9 +19,7 @@ mod associations;
 mod counters;
 mod device;
 mod direction;
-mod due;
 mod endpoint;
-mod held_messages;
 mod joined;
 mod listen;
 mod open;
@@ -49,8 +47,8 @@ use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::worker::{Worker, WorkerMessage};
 
 pub use self::counters::RelayStats;
-pub use self::device::CLOSED_WITHOUT_OK;
-pub use self::endpoint::{Endpoint, FORMS, ParseEndpointError};
+pub use self::device::{Answer, CLOSED_WITHOUT_OK, LONGEST_ANSWER};
+pub use self::endpoint::{Endpoint, FORMS, ParseEndpointError, path_and_port};
 pub use self::plan::{ACCESS_LINES, NoSockmap, RelayConfig};
 pub use self::way::{UnknownWay, Way};
 

@@ -14,11 +14,11 @@ use rustix::io::Errno;
 use zerosock_proto::Instant;
 
 use super::direction::{Direction, End, Outcome, Ready, Side};
-use super::due::{Link, Linked};
 use super::joined::{Joined, Step};
 use super::socket::SocketKind;
 use super::store::Store;
 use super::way::Mode;
+use crate::due::{Link, Linked};
 use crate::sockmap::{self, Directions, Refusal, RelayMap};
 
 /// Bytes that each direction of a pair moves in a turn before other pairs have theirs.

@@ -309,7 +309,6 @@ impl Device {
                 Timer::Accept(key) => self.accept(key, cx),
                 Timer::Hold(key) => self.hold_timed_out(key, cx),
                 Timer::Idle(key) => self.idle_timed_out(key, cx),
-                Timer::Association(key) => self.association_timed_out(key, cx),
                 Timer::EndSends => self.sends_timed_out(cx),
                 Timer::Stopped => self.stop_timed_out(cx),
             }

@@ -11,11 +11,13 @@
 //! - A reset of either side resets the other; an end of stream shuts down the other in one direction.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::sockopt;
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::{Address, Port};
+use zerosock_relay::associations::AssociationId;
 use zerosock_relay::connector::{
     ATTEMPTS_AT_ONCE, ConnectError, ConnectRequest, Connected, PendingConnect, Stage,
 };
@@ -24,7 +26,6 @@ use zerosock_relay::target::{Host, Target};
 use zerosock_sys::account::{Account, Exceeded, Permit, RequestPermit};
 use zerosock_virtio::mailbox::Sender;
 
-use super::state::associations::AssociationId;
 use super::state::bridge::{Bridge, BridgePeer};
 use super::state::forwarded::{Forwarded, Remote};
 use super::state::host::{Caller, Client};
@@ -33,7 +34,7 @@ use super::state::timers::Timer;
 use super::{Context, Device, WorkerMessage};
 use crate::device::host_sockets::hybrid;
 use crate::device::host_sockets::{Attempt, HostSocket, Refusal, network};
-use crate::routing::forward::ActiveRule;
+use crate::routing::forward::{ActiveRule, Admitted};
 use crate::stats::RefusalCause;
 
 /// Requests of one VM, or of the processes of one user, to the connector at once; fewer if there are many
@@ -62,30 +63,12 @@ impl Device {
         rule: &Arc<ActiveRule>,
         cx: &mut Context<'_>,
     ) {
-        let target = rule.rule.to.resolve(from.cid, port);
-        let admitted = rule.admit(from.cid);
-        let target = target.ok_or("the target of the rule has no such port");
-        let (target, admitted) = match target.and_then(|target| Ok((target, admitted?))) {
-            Ok(both) => both,
-            Err(reason) => {
-                cx.shared.counters.refuse(RefusalCause::Limit);
-                rule.state.count_refused();
-                let to = &rule.rule.to;
-                self.log_refusal(
-                    rule.state.text(),
-                    &from.to_string(),
-                    &to.to_string(),
-                    reason,
-                );
-                let _ = self.shard.reject(flow);
-                return;
-            }
+        let Some((target, admitted)) = self.admit_by(rule, from, port) else {
+            cx.shared.counters.refuse(RefusalCause::Limit);
+            let _ = self.shard.reject(flow);
+            return;
         };
-        let timeout = rule
-            .rule
-            .connect_timeout
-            .unwrap_or(cx.shared.limits.connect);
-        let deadline = cx.now + timeout;
+        let deadline = cx.now + connect_timeout(rule, cx);
         let key = self.add_bridge(flow, BridgePeer::Resolving(None), cx);
         let remote = Remote::Target {
             target: target.clone(),
@@ -96,11 +79,7 @@ impl Device {
                 .with_zero_copy(rule.rule.zero_copy);
             bridge.forwarded = Some(Box::new(forwarded));
         }
-        let attempt = match rule.rule.proxy_protocol {
-            true => None,
-            false => network::connect(&target, rule.rule.keepalive, &self.account),
-        };
-        match attempt {
+        match self.connect_by(rule, &target) {
             Some(Attempt::Ready(socket)) => self.host_connected(key, socket, cx),
             Some(Attempt::InProgress(socket)) => {
                 self.watch(key, BridgePeer::Connecting { socket, deadline }, cx);
@@ -114,20 +93,38 @@ impl Device {
                 self.refuse(key, &refusal, cx);
             }
             None | Some(Attempt::Later | Attempt::NeedsConnector) => {
-                let first_bytes = match rule.rule.proxy_protocol {
-                    true => header(from, port),
-                    false => Vec::new(),
-                };
-                let request = ConnectRequest {
-                    target,
-                    policy: Arc::clone(&rule.policy),
-                    timeout,
-                    keepalive: rule.rule.keepalive,
-                    first_bytes,
-                    attempts: ATTEMPTS_AT_ONCE,
-                };
+                let request = request_by(rule, target, from, port, cx);
                 self.dial(key, flow, request, cx);
             }
+        }
+    }
+
+    /// The target of a rule for a connection or a datagram of `from` to `port`. `None`: the rule or its
+    /// limit refuses it, which is counted and logged.
+    pub(super) fn admit_by(
+        &self,
+        rule: &ActiveRule,
+        from: Address,
+        port: Port,
+    ) -> Option<(Target, Admitted)> {
+        let target = rule.rule.to.resolve(from.cid, port);
+        let target = target.ok_or("the target of the rule has no such port");
+        match target.and_then(|target| Ok((target, rule.admit(from.cid)?))) {
+            Ok(both) => Some(both),
+            Err(reason) => {
+                rule.state.count_refused();
+                let (from, to) = (from.to_string(), rule.rule.to.to_string());
+                self.log_refusal(rule.state.text(), &from, &to, reason);
+                None
+            }
+        }
+    }
+
+    /// Connects to a target of a rule without waiting; `None`: the connector has to do it.
+    pub(super) fn connect_by(&self, rule: &ActiveRule, target: &Target) -> Option<Attempt> {
+        match rule.rule.proxy_protocol {
+            true => None,
+            false => network::connect(target, rule.rule.keepalive, &self.account),
         }
     }
 
@@ -378,14 +375,34 @@ fn reason_of(errno: Option<Errno>) -> &'static str {
     }
 }
 
-/// The PROXY protocol header for a connection of `from` to `port`.
-pub(super) fn header(from: Address, port: Port) -> Vec<u8> {
+/// The time for connecting to a target of a rule.
+fn connect_timeout(rule: &ActiveRule, cx: &Context<'_>) -> Duration {
+    let own = rule.rule.connect_timeout;
+    own.unwrap_or(cx.shared.limits.connect)
+}
+
+/// What the connector is asked for, for a connection or datagrams of `from` to `port`.
+pub(super) fn request_by(
+    rule: &ActiveRule,
+    target: Target,
+    from: Address,
+    port: Port,
+    cx: &Context<'_>,
+) -> ConnectRequest {
     let source = Source::Vsock {
         cid: from.cid.get(),
         port: from.port.get(),
         to_port: port.get(),
     };
-    proxy_protocol::header(source, None)
+    let header = || proxy_protocol::header(source, None);
+    ConnectRequest {
+        target,
+        policy: Arc::clone(&rule.policy),
+        timeout: connect_timeout(rule, cx),
+        keepalive: rule.rule.keepalive,
+        first_bytes: rule.rule.proxy_protocol.then(header).unwrap_or_default(),
+        attempts: ATTEMPTS_AT_ONCE,
+    }
 }
 
 fn is_ip(target: &Target) -> bool {

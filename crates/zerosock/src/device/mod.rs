@@ -103,7 +103,9 @@ impl Device {
         let now = Gauges {
             connections: self.shard.occupied(),
             bridges: self.bridges.len() + self.app.flows.len(),
-            timers: self.timers.len() + self.shard.timers(),
+            timers: self.timers.len()
+                + self.shard.timers()
+                + self.datagrams.associations.table.deadlines(),
             ports: self.shard.held_ports(),
         };
         if now != self.counted {

@@ -36,13 +36,11 @@ impl Associations {
     /// Gives a sender with several datagrams a socket of its own, to be joined to the one to the target.
     /// Its later datagrams come there; those that wait at the listener are sent before.
     pub(super) fn connect_sender(&mut self, key: u32, received: usize) {
-        let (Some(address), Some(association)) =
-            (self.connects_at, self.slots.get_mut(key as usize))
-        else {
+        let (Some(address), Some(association)) = (self.connects_at, self.table.get_mut(key)) else {
             return;
         };
         association.received += received;
-        let ready = association.stage == Stage::Connected && association.held.len() == 0;
+        let ready = association.stage == Stage::Connected && association.held.is_empty();
         if association.received < JOIN_AFTER
             || !ready
             || self.joined >= MOST_JOINED
@@ -74,7 +72,7 @@ impl Associations {
         opener: &mut impl Opener,
         done: &mut Done,
     ) {
-        let Some(association) = self.slots.get_mut(key as usize) else {
+        let Some(association) = self.table.get_mut(key) else {
             return;
         };
         let sender = match std::mem::replace(&mut association.joining, Joining::Refused) {
@@ -112,7 +110,7 @@ impl Associations {
         }
     }
 
-    /// A turn of an association whose sockets the kernel joins.
+    /// A turn of an association whose sockets the kernel joins. Returns why it ends, if it does.
     pub(super) fn step(
         &mut self,
         key: u32,
@@ -120,13 +118,9 @@ impl Associations {
         opener: &mut impl Opener,
         now: Instant,
         done: &mut Done,
-    ) {
-        let Some(association) = self.slots.get_mut(key as usize) else {
-            return;
-        };
-        association.queued = false;
-        let Joining::Yes(joined) = &mut association.joining else {
-            return;
+    ) -> Option<Ended> {
+        let Joining::Yes(joined) = &mut self.table.get_mut(key)?.joining else {
+            return None;
         };
         let step = joined.step(store.scratch(), now);
         if let Step::Wait(again) = step {
@@ -134,12 +128,11 @@ impl Associations {
             self.turns.plan(key, joined, again.map(|again| now + again));
         }
         self.observe(key, now, done);
-        let reason = match step {
-            Step::Wait(_) => return,
-            Step::Ended => Ended::Closed,
-            Step::Failed(_, errno) => Ended::Failed(errno),
-        };
-        opener.end(self.remove(key), reason, now);
+        match step {
+            Step::Wait(_) => None,
+            Step::Ended => Some(Ended::Closed),
+            Step::Failed(_, errno) => Some(Ended::Failed(errno)),
+        }
     }
 }
 

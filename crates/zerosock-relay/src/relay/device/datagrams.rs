@@ -10,14 +10,16 @@ use zerosock_virtio::worker::WorkerMessage;
 
 use super::log::log_association;
 use super::{ASSOCIATION, Context, Message, RelayDevice, SENDER};
+use crate::associations::AssociationId;
 use crate::connector::{ConnectError, Connected, PendingConnect};
-use crate::relay::associations::{self, Association, Done, Ended, OpenError, Opener};
+use crate::relay::associations::{self, Association, Associations, Done, Ended, OpenError, Opener};
 use crate::relay::counters::Counters;
 use crate::relay::joined::Joined;
 use crate::relay::open::Opened;
 use crate::relay::pair::Stage;
 use crate::relay::plan::Plan;
 use crate::relay::socket::Socket;
+use crate::relay::store::Store;
 use crate::sockmap::Directions;
 use crate::target::Target;
 
@@ -40,17 +42,37 @@ impl Targets<'_> {
         self.poller.add(socket.fd()?, token, Interest::All)
     }
 
-    fn ask(&self, target: Target, key: u32, serial: u32) -> Option<PendingConnect> {
+    fn ask(&self, target: Target, id: AssociationId) -> Option<PendingConnect> {
         let (own, number) = (self.own.clone(), self.device);
         let answer = move |result| {
-            let message = Message::Associated {
-                key,
-                serial,
-                result,
-            };
+            let message = Message::Associated { id, result };
             let _ = own.send(WorkerMessage::Device { number, message });
         };
         self.plan.ask(target, Box::new(answer))
+    }
+
+    /// Gives an association its socket. The error is why it cannot have it.
+    fn opened(
+        &self,
+        associations: &mut Associations,
+        id: AssociationId,
+        connected: Connected,
+    ) -> Result<(), String> {
+        let destination = self.plan.destinations[1].as_ref().ok_or("no target")?;
+        let adopted = destination.adopt(connected.socket);
+        let (socket, _) = adopted.map_err(|errno| errno.to_string())?;
+        let Some(association) = associations.connected(id, socket) else {
+            return Ok(());
+        };
+        association.answered(connected.address, connected.has_alternative);
+        let registered = self.register(association.socket(), id.key);
+        registered.map_err(|error| error.to_string())
+    }
+
+    fn count(&self, done: &Done) {
+        self.counters.add_bytes([0; 2], done.bytes);
+        self.counters.dropped.add(done.dropped);
+        self.counters.refused.add(done.refused);
     }
 
     fn end_association(
@@ -76,8 +98,7 @@ impl Targets<'_> {
 impl Opener for Targets<'_> {
     fn open(
         &mut self,
-        key: u32,
-        serial: u32,
+        id: AssociationId,
         source: &Address,
     ) -> Result<associations::Opened, OpenError> {
         if !self.plan.admit() {
@@ -85,10 +106,10 @@ impl Opener for Targets<'_> {
         }
         let destination = self.plan.destinations[1].as_ref();
         let opened = match destination.ok_or(Errno::INVAL).and_then(|to| to.open()) {
-            Ok(Opened::Socket(socket, stage)) => {
-                self.register(&socket, key).map(|()| (socket, stage, None))
-            }
-            Ok(Opened::Ask(target)) => match self.ask(target, key, serial) {
+            Ok(Opened::Socket(socket, stage)) => self
+                .register(&socket, id.key)
+                .map(|()| (socket, stage, None)),
+            Ok(Opened::Ask(target)) => match self.ask(target, id) {
                 None => Err(Errno::HOSTUNREACH.into()),
                 asked => Ok((Socket::absent(self.plan.kind(1)), Stage::Absent, asked)),
             },
@@ -160,89 +181,59 @@ impl Opener for Targets<'_> {
 }
 
 impl RelayDevice {
-    /// Relays datagrams, within a budget. Returns whether there is more to do.
-    pub(super) fn run_associations(&mut self, cx: &mut Context<'_>) -> bool {
-        let Some(associations) = &mut self.associations else {
-            return false;
-        };
-        let mut targets = Targets {
+    /// The associations, with what opens their sockets.
+    fn associations<'a>(
+        &'a mut self,
+        cx: &Context<'a>,
+    ) -> Option<(&'a mut Associations, &'a mut Store, Targets<'a>)> {
+        let targets = Targets {
             plan: &self.plan,
             counters: &self.counters,
             own: &self.own,
             device: self.addr.number,
             poller: cx.poller,
         };
-        let done = associations.run(&mut self.store, &mut targets, cx.now);
-        self.counters.add_bytes([0; 2], done.bytes);
-        self.counters.dropped.add(done.dropped);
-        self.counters.refused.add(done.refused);
+        Some((self.associations.as_mut()?, &mut self.store, targets))
+    }
+
+    /// Relays datagrams, within a budget. Returns whether there is more to do.
+    pub(super) fn run_associations(&mut self, cx: &mut Context<'_>) -> bool {
+        let Some((associations, store, mut targets)) = self.associations(cx) else {
+            return false;
+        };
+        let done = associations.run(store, &mut targets, cx.now);
+        targets.count(&done);
         done.more
     }
 
     /// The connector has answered for an association.
     pub(super) fn on_associated(
         &mut self,
-        key: u32,
-        serial: u32,
+        id: AssociationId,
         result: Result<Connected, ConnectError>,
         cx: &mut Context<'_>,
     ) {
-        let (Some(associations), Some(destination)) =
-            (&mut self.associations, &self.plan.destinations[1])
-        else {
+        let Some((associations, _, targets)) = self.associations(cx) else {
             return;
         };
-        let targets = Targets {
-            plan: &self.plan,
-            counters: &self.counters,
-            own: &self.own,
-            device: self.addr.number,
-            poller: cx.poller,
-        };
-        let mut replaceable = None;
-        let socket = match result {
-            Ok(connected) => {
-                replaceable = connected.address.filter(|_| connected.has_alternative);
-                let adopted = destination.adopt(connected.socket);
-                adopted.map_err(|errno| errno.to_string())
-            }
-            Err(error) => Err(error.to_string()),
-        };
-        let reason = match socket {
-            Ok((socket, _)) => match associations.connected(key, serial, socket) {
-                Some(association) => {
-                    association.replaceable = replaceable;
-                    match targets.register(association.socket(), key) {
-                        Ok(()) => return,
-                        Err(error) => error.to_string(),
-                    }
-                }
-                None => return,
-            },
-            Err(reason) => reason,
-        };
-        if let Some(association) = associations.failed(key, serial) {
-            self.counters.unreachable.add(1);
+        let opened = result.map_err(|error| error.to_string());
+        let opened = opened.and_then(|it| targets.opened(associations, id, it));
+        if let Err(reason) = opened
+            && let Some(association) = associations.failed(id)
+        {
+            targets.counters.unreachable.add(1);
             targets.end_association(association, &reason, cx.now);
         }
     }
 
     /// Ends all associations.
     pub(super) fn end_associations(&mut self, cx: &mut Context<'_>) {
-        let mut done = Done::default();
-        let Some(all) = &mut self.associations else {
+        let Some((associations, _, targets)) = self.associations(cx) else {
             return;
         };
-        let all = all.drain(&mut done);
-        self.counters.add_bytes([0; 2], done.bytes);
-        self.counters.dropped.add(done.dropped);
-        let targets = Targets {
-            plan: &self.plan,
-            counters: &self.counters,
-            own: &self.own,
-            device: self.addr.number,
-            poller: cx.poller,
-        };
+        let mut done = Done::default();
+        let all = associations.drain(&mut done);
+        targets.count(&done);
         for association in all {
             targets.end_association(association, &"stopped", cx.now);
         }

@@ -8,7 +8,7 @@ use crate::relay::pair::Stage;
 use zerosock_virtio::poller::Readiness;
 
 /// `OK `, ten digits and a newline, and some patience for other programs' blanks.
-const LONGEST_ANSWER: usize = 64;
+pub const LONGEST_ANSWER: usize = 64;
 
 /// What the close of a hybrid socket in the place of an answer can mean: it carries no reason.
 pub const CLOSED_WITHOUT_OK: &str = "no VMM is connected, no driver runs, the guest does not answer, no \
@@ -16,24 +16,29 @@ pub const CLOSED_WITHOUT_OK: &str = "no VMM is connected, no driver runs, the gu
 
 /// What a hybrid socket has answered.
 #[derive(Debug, Eq, PartialEq)]
-enum Answer {
+pub enum Answer {
     /// So many bytes are the answer; what follows is the guest's.
     Ok(usize),
+    /// There is no whole line yet, nor [`LONGEST_ANSWER`].
     Unfinished,
+    /// This is no answer to CONNECT.
     Other(String),
 }
 
-fn read(answer: &[u8]) -> Answer {
-    let Some(end) = answer.iter().position(|&byte| byte == b'\n') else {
-        return match answer.len() < LONGEST_ANSWER {
-            true => Answer::Unfinished,
-            false => Answer::Other(String::from_utf8_lossy(answer).into_owned()),
+impl Answer {
+    /// Reads the first bytes of a hybrid socket.
+    pub fn read(answer: &[u8]) -> Answer {
+        let Some(end) = answer.iter().position(|&byte| byte == b'\n') else {
+            return match answer.len() < LONGEST_ANSWER {
+                true => Answer::Unfinished,
+                false => Answer::Other(String::from_utf8_lossy(answer).into_owned()),
+            };
         };
-    };
-    let line = String::from_utf8_lossy(&answer[..end]);
-    match line.trim_end().strip_prefix("OK ").map(str::parse::<u32>) {
-        Some(Ok(_)) => Answer::Ok(end + 1),
-        _ => Answer::Other(line.into_owned()),
+        let line = String::from_utf8_lossy(&answer[..end]);
+        match line.trim_end().strip_prefix("OK ").map(str::parse::<u32>) {
+            Some(Ok(_)) => Answer::Ok(end + 1),
+            _ => Answer::Other(line.into_owned()),
+        }
     }
 }
 
@@ -78,7 +83,7 @@ impl RelayDevice {
             Err(errno) => return self.fail_connect(key, end, &errno, cx),
             Ok(got) => got,
         };
-        match read(&answer[..got]) {
+        match Answer::read(&answer[..got]) {
             // The peek never returns 0 behind unread bytes.
             Answer::Unfinished if readiness.peer_finished() => {
                 self.fail_connect(key, end, &"closed before its OK line was complete", cx);
@@ -99,6 +104,10 @@ impl RelayDevice {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn read(answer: &[u8]) -> Answer {
+        Answer::read(answer)
+    }
 
     #[test]
     fn an_answer_ends_with_its_newline() {

@@ -206,6 +206,7 @@ impl Device {
             wake_all(cx);
         }
         self.datagrams.associations.handle_timeout(self.cid, cx.now);
+        self.end_idle_associations(cx);
         self.count_lost(cx);
         self.notify_sources(cx);
     }

@@ -20,20 +20,18 @@ use rustix::net::sockopt::socket_error;
 use zerosock_proto::vsock::datagram::{Control, MAX_DATAGRAM, PauseReason};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Instant};
-use zerosock_relay::connector::{ATTEMPTS_AT_ONCE, ConnectRequest};
-use zerosock_relay::target::Target;
+use zerosock_relay::associations::AssociationId;
 use zerosock_ring::{Chain, Memory, SliceBuf};
 use zerosock_virtio::poller::{Interest, Readiness};
 
 use super::put::{NotPut, Source};
-use crate::device::forwarded::{self, DialedFor};
+use crate::device::forwarded::{DialedFor, request_by};
 use crate::device::host_sockets::hybrid::{self, Ahead};
-use crate::device::host_sockets::{Attempt, HostSocket, Refusal, network};
+use crate::device::host_sockets::{Attempt, HostSocket, Refusal};
 use crate::device::message_sockets::{Sent, send_bytes, send_slices};
-use crate::device::state::associations::{self, AssociationId};
+use crate::device::state::associations::{self, Outside};
 use crate::device::state::forwarded::{Forwarded, Remote};
 use crate::device::state::sibling_message::Dialed;
-use crate::device::state::timers::Timer;
 use crate::device::virtio::ASSOCIATION;
 use crate::device::{Context, Device, TURN_BYTES};
 use crate::fallible;
@@ -61,17 +59,17 @@ impl Device {
             return self.complete_tx(chain);
         };
         let len = header.len as usize;
-        let all = &mut self.datagrams.associations;
-        let (Some(tx), Some(association)) = (self.queues.rings.tx.as_mut(), all.get(key)) else {
+        let table = &mut self.datagrams.associations.table;
+        let room = table.room();
+        let (Some(tx), Some(association)) = (self.queues.rings.tx.as_mut(), table.get_mut(key))
+        else {
             return;
         };
         let memory = tx.queue.memory();
         let mut in_place = false;
-        let mut sent = match (&association.socket, &bytes) {
-            (Some(socket), Some(bytes)) if association.waiting.is_empty() => {
-                send_bytes(socket, bytes)
-            }
-            (Some(socket), None) if association.waiting.is_empty() => {
+        let sent = match (&association.socket, &bytes) {
+            (Some(socket), Some(bytes)) if association.held.is_empty() => send_bytes(socket, bytes),
+            (Some(socket), None) if association.held.is_empty() => {
                 let mut slices = SliceBuf::<PIECES>::new();
                 let covered = memory.slices(chain.readable(), HEADER_LEN, len, &mut slices);
                 in_place = covered == len;
@@ -86,14 +84,13 @@ impl Device {
             }
             _ => Sent::Full,
         };
-        if sent == Sent::Full && all.may_wait(key) {
-            match bytes.or_else(|| copy(memory, &chain, len, cx)) {
-                Some(bytes) => {
-                    all.wait(key, bytes);
-                    return tx.complete(chain, 0);
-                }
-                None => sent = Sent::NoMemory,
-            }
+        if sent == Sent::Full
+            && association.held.len() < room
+            && let Some(bytes) = bytes.or_else(|| copy(memory, &chain, len, cx))
+            && association.hold(&bytes, room)
+        {
+            table.recount(key);
+            return tx.complete(chain, 0);
         }
         tx.complete(chain, 0);
         if in_place && sent == Sent::Yes {
@@ -104,13 +101,14 @@ impl Device {
 
     /// Accounts for a datagram that has left the device or was dropped.
     fn datagram_sent(&mut self, key: u32, len: usize, sent: Sent, cx: &mut Context<'_>) {
-        let Some(association) = self.datagrams.associations.get_mut(key) else {
+        let table = &mut self.datagrams.associations.table;
+        let Some(association) = table.get_mut(key) else {
             return;
         };
         match sent {
             Sent::Yes => {
-                association.used = cx.now;
                 association.forwarded.sent(len);
+                table.touch(key, cx.now);
             }
             Sent::Lost => self.fail("guest memory vanished under a send", cx),
             _ => {
@@ -131,8 +129,9 @@ impl Device {
         let (from, to) = (header.src, header.dst.port);
         let routes = &cx.shared.routes;
         let rule = routes.forward_rule(self.cid, to, SocketType::Datagram)?;
-        let known = self.datagrams.associations.find(from.port, to);
-        let rule_of = |key| Some(&self.datagrams.associations.get(key)?.rule);
+        let table = &self.datagrams.associations.table;
+        let known = table.find(&(from.port, to));
+        let rule_of = |key| Some(&table.get(key)?.rule);
         if known
             .and_then(rule_of)
             .is_some_and(|known| Arc::ptr_eq(known, rule) || known.state.is_same_rule(&rule.state))
@@ -157,20 +156,11 @@ impl Device {
         rule: &Arc<ActiveRule>,
         cx: &mut Context<'_>,
     ) -> Option<u32> {
-        let target = rule.rule.to.resolve(from.cid, to.port)?;
-        let admitted = match rule.admit(from.cid) {
-            Ok(admitted) => admitted,
-            Err(reason) => {
-                rule.state.count_refused();
-                let (from, to) = (from.to_string(), target.to_string());
-                self.log_refusal(rule.state.text(), &from, &to, reason);
-                return None;
-            }
-        };
+        let (target, admitted) = self.admit_by(rule, from, to.port)?;
         // After all refusals: a rule that is full ends no association of another one.
-        let all = &self.datagrams.associations;
-        if all.len() >= associations::MAX
-            && let Some(key) = all.longest_idle()
+        let table = &self.datagrams.associations.table;
+        if table.count() >= associations::MAX
+            && let Some(key) = table.longest_idle()
         {
             self.end_association(key, "a newer one has taken its place", cx);
         }
@@ -178,15 +168,11 @@ impl Device {
             target: target.clone(),
             address: None,
         };
-        let forwarded = Forwarded::new(admitted, from, remote, rule.rule.idle());
-        let ports = (from.port, to.port);
-        let all = &mut self.datagrams.associations;
-        let id = all.add(Arc::clone(rule), forwarded, ports, cx.now);
-        let attempt = match rule.rule.proxy_protocol {
-            true => None,
-            false => network::connect(&target, None, &self.account),
-        };
-        match attempt {
+        let forwarded = Forwarded::new(admitted, from, remote, None);
+        let outside = Outside::new(Arc::clone(rule), forwarded);
+        let table = &mut self.datagrams.associations.table;
+        let id = table.add((from.port, to.port), outside, cx.now);
+        match self.connect_by(rule, &target) {
             Some(Attempt::Ready(socket) | Attempt::InProgress(socket)) => {
                 self.association_opened(id.key, socket, cx);
             }
@@ -194,47 +180,17 @@ impl Device {
                 self.refuse_association(id.key, &error.to_string(), cx)
             }
             None | Some(Attempt::Later | Attempt::NeedsConnector) => {
-                self.dial_association(id, target, to, cx)
-            }
-        }
-        self.datagrams.associations.key_of(id)
-    }
-
-    /// Lets the connector find the target of an association.
-    fn dial_association(
-        &mut self,
-        id: AssociationId,
-        target: Target,
-        to: Address,
-        cx: &mut Context<'_>,
-    ) {
-        let Some(association) = self.datagrams.associations.get(id.key) else {
-            return;
-        };
-        let rule = &association.rule;
-        let from = Address::new(self.cid, association.from);
-        let request = ConnectRequest {
-            target,
-            policy: Arc::clone(&rule.policy),
-            timeout: rule
-                .rule
-                .connect_timeout
-                .unwrap_or(cx.shared.limits.connect),
-            keepalive: None,
-            first_bytes: match rule.rule.proxy_protocol {
-                true => forwarded::header(from, to.port),
-                false => Vec::new(),
-            },
-            attempts: ATTEMPTS_AT_ONCE,
-        };
-        match self.ask_connector(DialedFor::Association(id), request, cx) {
-            Ok(pending) => {
-                if let Some(association) = self.datagrams.associations.get_mut(id.key) {
-                    association.pending = Some(pending);
+                let request = request_by(rule, target, from, to.port, cx);
+                match self.ask_connector(DialedFor::Association(id), request, cx) {
+                    Ok(pending) => {
+                        let association = self.datagrams.associations.table.get_mut(id.key)?;
+                        association.asked = Some(pending);
+                    }
+                    Err(reason) => self.refuse_association(id.key, &reason, cx),
                 }
             }
-            Err(reason) => self.refuse_association(id.key, &reason, cx),
         }
+        self.datagrams.associations.table.key_of(id)
     }
 
     /// Handles the connector's answer.
@@ -245,15 +201,14 @@ impl Device {
         cx: &mut Context<'_>,
     ) {
         // Without an association the socket is closed.
-        let Some(key) = self.datagrams.associations.key_of(to) else {
+        let Some(key) = self.datagrams.associations.table.key_of(to) else {
             return;
         };
         match outcome {
             Ok(dialed) => {
-                if let Some(association) = self.datagrams.associations.get_mut(key) {
-                    association.pending = None;
+                if let Some(association) = self.datagrams.associations.table.get_mut(key) {
+                    association.answered(dialed.address, dialed.has_alternative);
                     association.forwarded.set_address(dialed.address);
-                    association.replaceable = dialed.address.filter(|_| dialed.has_alternative);
                 }
                 self.association_opened(key, dialed.socket, cx);
                 self.flush_association(key, cx);
@@ -267,41 +222,37 @@ impl Device {
         if let Err(error) = cx.poller.add(&socket, token, Interest::All) {
             return self.refuse_association(key, &error.to_string(), cx);
         }
-        if let Some(association) = self.datagrams.associations.get_mut(key) {
+        let table = &mut self.datagrams.associations.table;
+        if let Some(association) = table.get_mut(key) {
             association.socket = Some(socket);
             association.forwarded.open(&self.access_log);
-            if let Some(at) = association.forwarded.start_idle(cx.now) {
-                self.timers.set(at, Timer::Association(key));
+            if let Some(limit) = association.rule.rule.idle() {
+                table.touch(key, cx.now);
+                table.limit_idle(key, limit);
             }
         }
     }
 
     fn refuse_association(&mut self, key: u32, reason: &str, cx: &mut Context<'_>) {
-        if let Some(association) = self.datagrams.associations.get(key) {
+        if let Some(association) = self.datagrams.associations.table.get(key) {
             self.refuse_forwarded(&association.forwarded, reason);
         }
         self.end_association(key, "refused", cx);
     }
 
     fn end_association(&mut self, key: u32, reason: &'static str, cx: &mut Context<'_>) {
-        let Some(mut association) = self.datagrams.associations.remove(key) else {
+        let Some(mut association) = self.datagrams.associations.table.remove(key) else {
             return;
         };
-        if let Some(pending) = &association.pending {
-            pending.cancel();
-        }
         if let Some(socket) = &association.socket
             && socket.is_closed_later()
         {
             // An event of the open socket would be attributed to the next association with this key.
             cx.poller.remove(socket);
         }
-        for _ in &association.waiting {
+        for _ in 0..association.held.len() {
             association.forwarded.dropped();
             cx.shared.counters.datagrams_dropped.add(1);
-        }
-        if let Some(idle) = association.forwarded.idle {
-            self.timers.cancel(idle.next, Timer::Association(key));
         }
         association.forwarded.set_reason(reason);
         association.forwarded.finish();
@@ -313,22 +264,15 @@ impl Device {
         reason: &'static str,
         cx: &mut Context<'_>,
     ) {
-        for key in self.datagrams.associations.keys() {
+        for key in self.datagrams.associations.table.keys() {
             self.end_association(key, reason, cx);
         }
     }
 
-    pub(in crate::device) fn association_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(association) = self.datagrams.associations.get_mut(key) else {
-            return;
-        };
-        let forwarded = &mut association.forwarded;
-        if association.socket.is_none() || forwarded.idle.is_none_or(|idle| idle.next > cx.now) {
-            return;
-        }
-        match forwarded.check_idle(cx.now) {
-            Some(at) => self.timers.set(at, Timer::Association(key)),
-            None => self.end_association(key, "idle", cx),
+    /// Ends the associations on which no datagram has passed for the idle time of their rules.
+    pub(super) fn end_idle_associations(&mut self, cx: &mut Context<'_>) {
+        while let Some(key) = self.datagrams.associations.table.pop_idle(cx.now) {
+            self.end_association(key, "idle", cx);
         }
     }
 
@@ -339,7 +283,7 @@ impl Device {
         readiness: Readiness,
         cx: &mut Context<'_>,
     ) {
-        let Some(association) = self.datagrams.associations.get_mut(key) else {
+        let Some(association) = self.datagrams.associations.table.get_mut(key) else {
             return;
         };
         if readiness.has_error()
@@ -347,7 +291,11 @@ impl Device {
             && socket_error(socket) == Ok(Err(Errno::CONNREFUSED))
             && hybrid::look_ahead(socket) == Ahead::Nothing
         {
-            let target = association.rule.rule.to.resolve(self.cid, association.to);
+            let target = association
+                .rule
+                .rule
+                .to
+                .resolve(self.cid, association.source.1);
             if let (Some(connector), Some(target)) = (&cx.shared.connector, target) {
                 connector.refused(&target, address);
             }
@@ -364,14 +312,16 @@ impl Device {
 
     /// Sends the datagrams that wait, as far as the socket takes them.
     fn flush_association(&mut self, key: u32, cx: &mut Context<'_>) {
-        while let Some(association) = self.datagrams.associations.get(key)
-            && let (Some(socket), Some(bytes)) = (&association.socket, association.waiting.front())
+        while let Some(association) = self.datagrams.associations.table.get_mut(key)
+            && let (Some(socket), false) = (&association.socket, association.held.is_empty())
         {
+            let bytes = association.held.first();
             let (sent, len) = (send_bytes(socket, bytes), bytes.len());
             if sent == Sent::Full {
                 return;
             }
-            self.datagrams.associations.pop_waiting(key);
+            association.held.pop();
+            self.datagrams.associations.table.recount(key);
             self.datagram_sent(key, len, sent, cx);
         }
     }
@@ -380,7 +330,7 @@ impl Device {
     pub(super) fn association_control(&mut self, header: &Repr, now: Instant) {
         let (port, guest) = (header.dst.port, header.src);
         let all = &mut self.datagrams.associations;
-        let Some(key) = all.find(guest.port, port) else {
+        let Some(key) = all.table.find(&(guest.port, port)) else {
             return;
         };
         let reason = match Control::parse(header) {
@@ -411,12 +361,12 @@ impl Device {
             if self.starved || self.moved - before >= most {
                 return;
             }
-            let Some(key) = self.datagrams.associations.pop_ready() else {
+            let Some(key) = self.datagrams.associations.table.dequeue() else {
                 return;
             };
             match self.transmit_answer(key, cx) {
                 Ok(()) => self.datagrams.associations.enqueue(key, self.cid, cx.now),
-                Err(NotPut::NoRoom) => return self.datagrams.associations.unpop_ready(key),
+                Err(NotPut::NoRoom) => return self.datagrams.associations.table.requeue(key),
                 Err(_) => return self.fail("guest memory vanished under a receive", cx),
             }
         }
@@ -425,14 +375,17 @@ impl Device {
     /// Sends the guest the next answer of an association, or finds that there is none.
     fn transmit_answer(&mut self, key: u32, cx: &mut Context<'_>) -> Result<(), NotPut> {
         let guest = self.cid;
-        let Some(association) = self.datagrams.associations.get_mut(key) else {
+        let Some(association) = self.datagrams.associations.table.get_mut(key) else {
             return Ok(());
         };
         let Some(socket) = association.socket.take() else {
             return Ok(());
         };
-        let from = Address::new(Cid::HOST, association.to);
-        let to = Address::new(guest, association.from);
+        let (port, host_port) = association.source;
+        let (from, to) = (
+            Address::new(Cid::HOST, host_port),
+            Address::new(guest, port),
+        );
         let ahead = match hybrid::look_ahead(&socket) {
             // A report about an earlier datagram, which is over now. A lasting one has an edge.
             Ahead::Failed => hybrid::look_ahead(&socket),
@@ -446,13 +399,16 @@ impl Device {
             }
             _ => None,
         };
-        let Some(association) = self.datagrams.associations.get_mut(key) else {
+        let table = &mut self.datagrams.associations.table;
+        if let Some((Ok(()), _)) = put {
+            table.touch(key, cx.now);
+        }
+        let Some(association) = table.get_mut(key) else {
             return Ok(());
         };
         let result = match put {
             Some((Ok(()), len)) => {
                 self.moved += len;
-                association.used = cx.now;
                 association.forwarded.received(len);
                 Ok(())
             }

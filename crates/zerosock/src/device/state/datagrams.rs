@@ -110,8 +110,10 @@ impl Datagrams {
 
     pub(in crate::device) fn next_timeout(&self) -> Option<Instant> {
         let deadline = earlier(self.assembler.poll_timeout(), self.stops.poll_timeout());
-        let paused = self.associations.paused.poll_timeout();
-        earlier(earlier(deadline, self.retry), paused)
+        earlier(
+            earlier(deadline, self.retry),
+            self.associations.next_timeout(),
+        )
     }
 
     /// Returns true if senders that found too few buffers may try again.
@@ -136,7 +138,7 @@ impl Datagrams {
         self.retry.is_none()
             && (!self.waiting.is_empty()
                 || !self.controls.is_empty()
-                || !self.associations.ready.is_empty())
+                || self.associations.table.queued() > 0)
     }
 
     pub(in crate::device) fn queue_control(&mut self, control: Repr) {

@@ -11,10 +11,10 @@ use std::sync::Arc;
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::wire::vsock::{Repr, SocketType};
 use zerosock_proto::{Address, Port};
+use zerosock_relay::associations::AssociationId;
 use zerosock_ring::Memory;
 use zerosock_virtio::outbox::DeviceAddr;
 
-use super::associations::AssociationId;
 use super::host::{Caller, Client};
 use super::peer::Peer;
 use crate::device::host_sockets::{HostSocket, Refusal};

@@ -25,8 +25,6 @@ pub(crate) enum Timer {
     Hold(u32),
     /// Checks the idle time-out of a forwarded connection.
     Idle(u32),
-    /// Checks the idle time-out of an association.
-    Association(u32),
     /// Retries accept(2) on a listener after a failure.
     Accept(u32),
     /// Resets connections with zero-copy sends in flight for which a command waits.

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 
 /// Messages in the order in which they are to be sent.
 #[derive(Debug, Default)]
-pub(super) struct HeldMessages {
+pub struct HeldMessages {
     bytes: Vec<u8>,
     /// Of the messages that are left.
     lengths: VecDeque<u32>,
@@ -16,34 +16,44 @@ pub(super) struct HeldMessages {
 }
 
 impl HeldMessages {
-    pub(super) fn push(&mut self, message: &[u8]) {
+    /// Adds a copy of a message. Returns false if there is no memory for it.
+    pub fn push(&mut self, message: &[u8]) -> bool {
         // A receiver that is always behind never takes the last message.
         if self.at > self.bytes.len() / 2 {
             self.bytes.drain(..self.at);
             self.at = 0;
         }
+        if self.bytes.try_reserve(message.len()).is_err() || self.lengths.try_reserve(1).is_err() {
+            return false;
+        }
         self.bytes.extend_from_slice(message);
         self.lengths.push_back(message.len() as u32);
+        true
+    }
+
+    /// Whether no message is left.
+    pub fn is_empty(&self) -> bool {
+        self.lengths.is_empty()
     }
 
     /// The number of messages that are left.
-    pub(super) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.lengths.len()
     }
 
     /// Bytes of the messages that are left, and of sent ones whose memory is not used again yet.
-    pub(super) fn memory(&self) -> usize {
+    pub fn memory(&self) -> usize {
         self.bytes.len()
     }
 
     /// The first message; empty if there is none.
-    pub(super) fn first(&self) -> &[u8] {
+    pub fn first(&self) -> &[u8] {
         let length = self.lengths.front().copied().unwrap_or(0) as usize;
         &self.bytes[self.at..self.at + length]
     }
 
     /// Removes the first message.
-    pub(super) fn pop(&mut self) {
+    pub fn pop(&mut self) {
         self.at += self.lengths.pop_front().unwrap_or(0) as usize;
     }
 }

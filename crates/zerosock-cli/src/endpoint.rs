@@ -1,0 +1,276 @@
+//! Endpoints of `nc` and `relay`: sockets of the kernel, and those of processes that attach to `zerosock serve`.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use zerosock::attach::Name;
+use zerosock::vsock::{self, OpenError};
+use zerosock::{Address, Cid, Port};
+use zerosock_relay::relay::{self, FORMS, ParseEndpointError, path_and_port};
+
+use crate::number::{self, CIDS};
+
+/// What to connect to or to listen on.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Endpoint {
+    Kernel(relay::Endpoint),
+    Attached(Attached),
+}
+
+/// A socket of an endpoint that attaches.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Attached {
+    pub(crate) role: Role,
+    /// The attach socket of the daemon.
+    pub(crate) path: PathBuf,
+    /// What it connects to; `None`: it listens.
+    pub(crate) to: Option<Peer>,
+    /// The port that it connects to, or at which it listens.
+    pub(crate) port: Port,
+}
+
+/// Kind of client on the attach socket.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Role {
+    /// With a CID of its own.
+    Process,
+    /// As the host, CID 2.
+    Service,
+}
+
+/// Destination of an attached process.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Peer {
+    Cid(Cid),
+    Name(Name),
+}
+
+/// The forms of attached endpoints.
+pub(crate) const ATTACHED_FORMS: &str = "attach:PATH:CID:PORT, attach-listen:PATH:PORT, \
+    service:PATH:CID:PORT, service-listen:PATH:PORT";
+
+impl FromStr for Endpoint {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Endpoint, String> {
+        let (kind, rest) = text.split_once(':').unwrap_or((text, ""));
+        let attached = match kind {
+            "attach" => Attached::connecting(Role::Process, rest),
+            "attach-listen" => Attached::listening(Role::Process, rest),
+            "service" => Attached::connecting(Role::Service, rest),
+            "service-listen" => Attached::listening(Role::Service, rest),
+            _ => {
+                return match text.parse() {
+                    Ok(end) => Ok(Endpoint::Kernel(end)),
+                    Err(ParseEndpointError::Kind(text)) => Err(format!(
+                        "`{text}` is no endpoint: give one of {FORMS}, {ATTACHED_FORMS}"
+                    )),
+                    Err(error) => Err(error.to_string()),
+                };
+            }
+        };
+        attached.map(Endpoint::Attached)
+    }
+}
+
+impl Attached {
+    /// Parses `PATH:PORT`.
+    fn listening(role: Role, text: &str) -> Result<Attached, String> {
+        let parts = path_and_port(text, &format!("{role}-listen:PATH:PORT"));
+        let (path, port) = parts.map_err(|error| error.to_string())?;
+        Ok(Attached {
+            role,
+            path,
+            to: None,
+            port: Port::new(port),
+        })
+    }
+
+    /// Parses `PATH:CID:PORT` or `PATH:NAME:PORT`.
+    fn connecting(role: Role, text: &str) -> Result<Attached, String> {
+        let form = format!("{role}:PATH:CID:PORT");
+        let parts = text.rsplit_once(':');
+        let parts = parts.and_then(|(rest, port)| Some((rest.rsplit_once(':')?, port)));
+        let missing = || format!("the CID or the port is missing; give {form}");
+        let ((path, to), port) = parts.ok_or_else(missing)?;
+        Ok(Attached {
+            to: Some(to.parse()?),
+            ..Attached::listening(role, &format!("{path}:{port}"))?
+        })
+    }
+
+    /// Attaches, and claims or names `ports`.
+    pub(crate) fn attach(
+        &self,
+        ports: &[Port],
+        timeout: Option<Duration>,
+    ) -> Result<vsock::Endpoint, OpenError> {
+        let mut builder = vsock::Endpoint::builder().ports(ports.iter().copied());
+        if let Some(timeout) = timeout {
+            builder = builder.connect_timeout(timeout);
+        }
+        match self.role {
+            Role::Process => builder.attach(&self.path),
+            Role::Service => builder.attach_as_host(&self.path),
+        }
+    }
+}
+
+impl Peer {
+    /// The address of a port of it.
+    pub(crate) fn port(&self, endpoint: &vsock::Endpoint, port: Port) -> std::io::Result<Address> {
+        let cid = match self {
+            Peer::Cid(cid) => *cid,
+            Peer::Name(name) => endpoint.resolve(name.as_str())?,
+        };
+        Ok(Address::new(cid, port))
+    }
+}
+
+impl FromStr for Peer {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Peer, String> {
+        // No endpoint to connect to has these CIDs, but a process may have such a name.
+        let is_name = matches!(text, "hypervisor" | "local");
+        match (number::cid(text), text.parse()) {
+            (Ok(cid), _) if !is_name => Ok(Peer::Cid(cid)),
+            // Only digits: a number that is too large for a CID, not a name.
+            (_, Ok(name)) if !text.bytes().all(|byte| byte.is_ascii_digit()) => {
+                Ok(Peer::Name(name))
+            }
+            _ => Err(format!(
+                "`{text}` is neither a CID nor the name of a process; for a CID give {CIDS}"
+            )),
+        }
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Endpoint::Kernel(endpoint) => endpoint.fmt(f),
+            Endpoint::Attached(endpoint) => endpoint.fmt(f),
+        }
+    }
+}
+
+impl fmt::Display for Attached {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (role, path, port) = (self.role, self.path.display(), self.port);
+        match &self.to {
+            Some(to) => write!(f, "{role}:{path}:{to}:{port}"),
+            None => write!(f, "{role}-listen:{path}:{port}"),
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Role::Process => "attach",
+            Role::Service => "service",
+        })
+    }
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Peer::Cid(cid) => cid.get().fmt(f),
+            Peer::Name(name) => name.fmt(f),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn attached(role: Role, path: &str, to: Option<Peer>, port: u32) -> Endpoint {
+        let (path, port) = (path.into(), Port::new(port));
+        Endpoint::Attached(Attached {
+            role,
+            path,
+            to,
+            port,
+        })
+    }
+
+    fn name(name: &str) -> Option<Peer> {
+        Some(Peer::Name(name.parse().unwrap()))
+    }
+
+    #[test]
+    fn every_form_is_parsed_and_displayed_unchanged() {
+        let cid = Some(Peer::Cid(Cid::new(3)));
+        for (text, wanted) in [
+            (
+                "attach:/run/a:3:7",
+                attached(Role::Process, "/run/a", cid, 7),
+            ),
+            (
+                "attach-listen:/run/a:7",
+                attached(Role::Process, "/run/a", None, 7),
+            ),
+            (
+                "service:/run/a:b:db-1:7",
+                attached(Role::Service, "/run/a:b", name("db-1"), 7),
+            ),
+            (
+                "service-listen:/run/a:7",
+                attached(Role::Service, "/run/a", None, 7),
+            ),
+        ] {
+            assert_eq!(text.parse(), Ok(wanted.clone()));
+            assert_eq!(wanted.to_string(), text);
+        }
+        for text in [
+            "tcp-listen:127.0.0.1:80",
+            "unix:/a",
+            "hybrid:/a:7",
+            "vsock:2:1",
+        ] {
+            let end: Endpoint = text.parse().unwrap();
+            assert!(matches!(end, Endpoint::Kernel(_)), "{text}");
+            assert_eq!(end.to_string(), text);
+        }
+    }
+
+    #[test]
+    fn cids_and_ports_have_other_forms() {
+        let cid = |cid| Some(Peer::Cid(Cid::new(cid)));
+        for (text, to) in [
+            ("attach:/a:0x3:22", cid(3)),
+            ("attach:/a:host:22", cid(2)),
+            ("attach:/a:2:0x16", cid(2)),
+            // Processes with these names.
+            ("attach:/a:local:22", name("local")),
+            ("attach:/a:hypervisor:22", name("hypervisor")),
+            ("attach:/a:any:22", name("any")),
+        ] {
+            let wanted = attached(Role::Process, "/a", to, 22);
+            assert_eq!(text.parse(), Ok(wanted), "{text}");
+        }
+        // Reserved CIDs have names; a process may be named "local".
+        for (text, shown) in [
+            ("vsock:host:0x16", "vsock:2:22"),
+            ("service:/a:0x3:7", "service:/a:3:7"),
+            ("attach:/a:host:7", "attach:/a:2:7"),
+            ("attach:/a:local:7", "attach:/a:local:7"),
+        ] {
+            assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), shown);
+        }
+    }
+
+    #[test]
+    fn an_unknown_kind_is_answered_with_all_forms() {
+        let said = "nonsense".parse::<Endpoint>().unwrap_err();
+        for form in FORMS.split(", ").chain(ATTACHED_FORMS.split(", ")) {
+            assert!(said.contains(form), "{form}: {said}");
+            assert_eq!(said.matches(form).count(), 1, "{form}: {said}");
+        }
+    }
+}

@@ -2,7 +2,7 @@
 
 use std::time;
 
-use zerosock_proto::vsock::{ConnectError, How, ListenError};
+use zerosock_proto::vsock::{ConnectError, How, ListenError, QueuePairs};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
@@ -10,6 +10,7 @@ use super::Driver;
 use super::errors::DriverError;
 use super::events::DriverEvent;
 use super::queue_pairs::QueuePairId;
+use crate::device::placing::SPARE_PORTS;
 use crate::table::sockets::{ReadyFlag, StreamId, StreamState};
 
 impl Driver {
@@ -202,5 +203,50 @@ impl Driver {
                 self.sleep(deadline)?;
             }
         }
+    }
+}
+
+impl Driver {
+    /// The number of queue pairs in use.
+    pub fn queue_pairs(&self) -> u16 {
+        self.store.queue_pairs.len() as u16
+    }
+
+    /// The queue pair of a connection; `None` if it was closed.
+    pub fn queue_pair(&self, stream: StreamId) -> Option<u16> {
+        let conn = self.sockets.get(stream)?;
+        Some(QueuePairId::of_pool(conn.pool).pair())
+    }
+
+    /// Chooses the queue pair and the local port of a connection to `peer`. With several pairs, the
+    /// queue pair depends on the port. No other connection on any pair has the same two addresses.
+    pub(super) fn choose_queue_pair(
+        &self,
+        port: Port,
+        peer: Address,
+    ) -> Result<(QueuePairId, Port), ConnectError> {
+        let queue_pairs = &self.store.queue_pairs;
+        let pairs = QueuePairs::new(self.queue_pairs()).unwrap_or(QueuePairs::ONE);
+        if pairs == QueuePairs::ONE {
+            return Ok((QueuePairId::FIRST, port));
+        }
+        for _ in 0..SPARE_PORTS {
+            let from = match port {
+                Port::ANY => queue_pairs[QueuePairId::FIRST].shard.spare_port(),
+                port => port,
+            };
+            let local = Address::new(self.cid, from);
+            if !queue_pairs
+                .iter()
+                .any(|queue_pair| queue_pair.shard.is_connected(local, peer))
+            {
+                let queue_pair = queue_pairs.of_pair(pairs.of_flow(from, peer).into());
+                return Ok((queue_pair.unwrap_or(QueuePairId::FIRST), from));
+            }
+            if port != Port::ANY {
+                break;
+            }
+        }
+        Err(ConnectError::InUse)
     }
 }

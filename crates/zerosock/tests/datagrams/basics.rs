@@ -297,7 +297,9 @@ fn a_socket_that_is_closed_leaves_its_port_and_its_leases() {
     assert_eq!(kept.to_vec(), b"kept");
     let ours = at_host(&hub, PORT);
     theirs.send_to(b"new", ours.local_addr()).unwrap();
-    assert_eq!(recv(&ours).0, b"new");
+    // Those that had not arrived when the first socket was closed are for this one.
+    let late = std::iter::repeat_with(|| recv(&ours).0).take_while(|got| got != b"new");
+    assert!(late.take(3).all(|got| got.starts_with(b"dropped")));
     drop(kept);
     // Every buffer has returned: as many datagrams as the queue has buffers pass, and once more.
     for _ in 0..300 {

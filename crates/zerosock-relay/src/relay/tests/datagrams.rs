@@ -1,5 +1,6 @@
 //! Datagrams of several senders: associations, bounds, time-outs, limits.
 
+use std::cell::Cell;
 use std::net::{SocketAddr, UdpSocket};
 use std::os::unix::net::UnixDatagram;
 use std::time::Duration;
@@ -277,14 +278,18 @@ fn a_new_sender_takes_the_place_of_the_longest_idle_one() {
     ];
     let relays = [Some(start(ends, set)), start_joined(&target, set)];
     for relay in relays.into_iter().flatten() {
+        let asked = Cell::new(0);
         let ask = |client: &UdpSocket| {
             client.send(b"question").unwrap();
             let (got, from) = recv_from(&target);
             assert_eq!(got, b"question");
             target.send_to(b"answer", from).unwrap();
             assert_eq!(recv_from(client).0, b"answer");
+            asked.set(asked.get() + 1);
             from
         };
+        // The kernel tells how much it has moved, not when: the relay is to see it before the next sender's.
+        let is_seen = || relay.stats().bytes_to_target == (b"question".len() * asked.get()) as u64;
         let busy = client(&relay);
         let own = ask(&busy);
         let others: Vec<UdpSocket> = (0..20).map(|_| client(&relay)).collect();
@@ -292,7 +297,9 @@ fn a_new_sender_takes_the_place_of_the_longest_idle_one() {
             // Several, so that the kernel may move them.
             let sockets: Vec<_> = (0..6).map(|_| ask(other)).collect();
             assert!(sockets.iter().all(|socket| *socket == sockets[0]));
+            wait_until("the datagrams are counted", is_seen);
             assert_eq!(ask(&busy), own);
+            wait_until("the datagrams are counted", is_seen);
         }
         let stats = relay.stats();
         assert_eq!((stats.opened, stats.open), (21, MOST as u64));

@@ -200,6 +200,7 @@
 #![deny(unsafe_code)]
 
 mod backend_choice;
+mod builder;
 mod close;
 mod copy_feedback;
 mod cork;
@@ -224,10 +225,11 @@ pub mod sys;
 #[cfg(feature = "tokio")]
 pub mod tokio;
 
+pub use builder::{SenderBuilder, SenderOpenError};
 pub use close::{CloseOutcome, Closed, KeepReason, StillBusy};
 pub use message::{Copying, Failed, Outgoing, Refusal, Refused, Returned, Sent};
 pub use ranges::Completion;
-pub use sender::{Interest, Sender, SenderBuilder, SenderOpenError};
+pub use sender::{Interest, Sender};
 pub use shared::SharedSender;
 pub use slots::{NoSuchSlot, Notification};
 pub use stats::{OffReason, SenderReport, SenderStats};

@@ -101,7 +101,7 @@ impl SenderBuilder {
         self
     }
 
-    /// Keeps [`Completion`]s, to be taken with [`Sender::send_with`] or [`Sender::completions`].
+    /// Keeps [`Completion`](super::Completion)s, to be taken with [`Sender::send_with`] or [`Sender::completions`].
     ///
     /// If no [back-end](Self::backend) is required, this chooses the one that was measured to be cheaper:
     /// the error queue on TCP, and on UDP if the last sender of the process over UDP was asked for

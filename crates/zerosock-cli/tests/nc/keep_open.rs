@@ -84,7 +84,7 @@ fn a_listener_that_is_kept_open_outlives_a_shortage_of_descriptors() {
     let command = &["-v", "--keep-open", "--exec", "echo here; cat", &endpoint];
     let mut program = nc(command);
     let mut limited = std::process::Command::new("prlimit");
-    limited.arg("--nofile=16").arg("--");
+    limited.arg("--nofile=24").arg("--");
     limited.arg(program.get_program()).args(program.get_args());
     drop(std::mem::replace(&mut program, limited));
     let running = Running::start_with(&mut program);

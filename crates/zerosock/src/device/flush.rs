@@ -159,19 +159,19 @@ impl Device {
             let _ = self.shard.consume(flow, consumed as u32);
             self.drain_events(cx);
         }
-        self.watch_room(key, cx);
+        self.watch_room(key, consumed > 0, cx);
         self.update_bridge(key, cx);
     }
 
-    /// Has the poller report room in a socket that bytes were sent to. In a Unix socket each read of the
-    /// program makes room: it wakes the worker while the program prepares an answer, and the answer waits
-    /// less. A TCP socket reports room only after it was full.
-    pub(super) fn watch_room(&mut self, key: u32, cx: &Context<'_>) {
+    /// Has the poller report room in a socket that is full or to which bytes were `sent`. In a Unix socket
+    /// each read of the program makes room: it wakes the worker while the program prepares an answer, and the
+    /// answer waits less. A TCP socket reports room only after it was full.
+    pub(super) fn watch_room(&mut self, key: u32, sent: bool, cx: &Context<'_>) {
         let token = self.token(BRIDGE, key);
         if let Some(bridge) = self.bridges.get_mut(key)
             && !bridge.watches_room
             && let BridgePeer::Socket { socket, .. } = &bridge.peer
-            && (!bridge.writable || !socket.is_tcp())
+            && (!bridge.writable || sent && !socket.is_tcp())
         {
             // Room that there is already is reported too. The call fails only for an unknown socket.
             bridge.watches_room = cx.poller.change(socket, token, Interest::All).is_ok();

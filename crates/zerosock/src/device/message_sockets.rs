@@ -155,7 +155,7 @@ impl Device {
             }
             self.drain_events(cx);
         }
-        self.watch_room(key, cx);
+        self.watch_room(key, bytes > 0, cx);
         self.update_bridge(key, cx);
     }
 

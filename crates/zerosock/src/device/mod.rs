@@ -1,6 +1,6 @@
-//! For tests and tools; programs use [`vsock`](crate::vsock).
-//!
 //! The device half: a vhost-user back-end that gives a guest a vsock device.
+//!
+//! Programs use it through [`daemon`](crate::daemon) and [`vsock`](crate::vsock).
 //!
 //! # Invariants
 //! - A turn works to a budget and never blocks.
@@ -16,8 +16,9 @@
 //!   guest memory into the socket;
 //! - `to_guest`: packets to the guest; payload comes by `recvmsg` from the socket into the
 //!   buffers that the guest has posted;
-//! - `events`, `host`, `backlog`, `guest_backlog`, `lingering`, `sibling`: the life cycle of connections, and
-//!   `connection_log` what the log says about it;
+//! - `listeners`, `handshakes`, `callers`, `guest_backlog`: connections of host programs to the guest;
+//!   `connecting`, `backlog`: those of the guest to host programs; `sibling`: those between guests;
+//! - `events`, `lingering`: their life cycle, and `connection_log` what the log says about it;
 //! - `forwarded`: connections by rule with sockets outside, TCP and UDP among them; `zero_copy`: sends
 //!   of which the kernel reads the bytes later;
 //! - `datagrams`: datagrams of the guest, also by rule to sockets outside;
@@ -37,7 +38,9 @@ mod arming_tests;
 mod backlog;
 #[cfg(test)]
 pub(crate) mod bare;
+mod callers;
 mod coalescing;
+mod connecting;
 mod connection_log;
 pub(crate) mod datagrams;
 mod events;
@@ -50,12 +53,13 @@ mod guest_backlog;
 mod guest_backlog_random_tests;
 #[cfg(test)]
 mod guest_backlog_tests;
-pub(crate) mod host;
+mod handshakes;
 pub(crate) mod host_sockets;
 #[cfg(test)]
 mod lab;
 pub(crate) mod lending;
 mod lingering;
+mod listeners;
 mod message_loans;
 mod message_sockets;
 #[cfg(test)]
@@ -94,6 +98,7 @@ use zerosock_proto::vsock::FlowId;
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_vhost_user::FrontendLink;
 use zerosock_virtio::command;
+use zerosock_virtio::poller::{EventKind, Token};
 use zerosock_virtio::ring::Ring;
 
 impl Device {
@@ -141,6 +146,23 @@ impl Device {
             more |= event.queue.enable_notifications();
         }
         more
+    }
+
+    /// The name of a descriptor in the poller.
+    fn token(&self, kind: EventKind, key: u32) -> Token {
+        Token {
+            device: self.addr.number,
+            kind,
+            key,
+        }
+    }
+
+    /// Logs a warning. Peers can cause any number of them, and a write to the log can block: so
+    /// their rate is limited.
+    fn warn(&self, text: &str) {
+        if let Some(suppressed) = self.warnings.admit(std::time::Instant::now()) {
+            tracing::warn!(cid = %self.cid, suppressed, "{text}");
+        }
     }
 
     fn has_work_for_guest(&self) -> bool {

@@ -1,0 +1,243 @@
+//! Connects of the guest to host sockets, and the events of these sockets.
+
+use std::sync::Arc;
+
+use rustix::net::SocketType as SocketKind;
+use zerosock_proto::Instant;
+use zerosock_proto::vsock::How;
+use zerosock_relay::connector::ConnectRequest;
+use zerosock_relay::networks::AddressPolicy;
+use zerosock_relay::target::Target;
+use zerosock_virtio::poller::{Interest, Readiness};
+
+use super::backlog::Tried;
+use super::state::bridge::{Bridge, BridgePeer};
+use super::state::timers::Timer;
+use super::virtio::BRIDGE;
+use super::{Context, Device};
+use crate::device::host_sockets::{Attempt, HostPort, HostSocket, Refusal, forward};
+use crate::device::state::host::HostAccess;
+use crate::stats::RefusalCause;
+
+impl Device {
+    /// Tries to connect a bridge of the guest to its host socket.
+    pub(super) fn try_connect(&mut self, key: u32, cx: &mut Context<'_>) -> Tried {
+        let Some(bridge) = self.bridges.get(key) else {
+            return Tried::Decided;
+        };
+        let BridgePeer::Retrying { to, deadline } = bridge.peer else {
+            return Tried::Decided;
+        };
+        let HostPort { port, messages } = to;
+        let account = &self.account;
+        let attempt = match &self.host {
+            HostAccess::Hybrid { messages: way, .. } if messages => match way {
+                Some((services, _)) => services.connect(port, SocketKind::SEQPACKET, account),
+                None => Attempt::Refused(std::io::ErrorKind::ConnectionRefused.into()),
+            },
+            HostAccess::Hybrid { services, .. } => {
+                services.connect(port, SocketKind::STREAM, account)
+            }
+            HostAccess::Forward { .. } if messages => {
+                Attempt::Refused(std::io::ErrorKind::Unsupported.into())
+            }
+            HostAccess::Forward { cid, .. } => forward::connect(*cid, port, account),
+            HostAccess::None => Attempt::Refused(std::io::ErrorKind::ConnectionRefused.into()),
+        };
+        match attempt {
+            Attempt::Ready(socket) => self.host_connected(key, socket, cx),
+            Attempt::InProgress(socket) => {
+                self.watch(key, BridgePeer::Connecting { socket, deadline }, cx);
+                self.timers.set(deadline, Timer::Connect(key));
+            }
+            Attempt::Later => return Tried::Full,
+            Attempt::NeedsConnector => self.dial_service(key, to, deadline, cx),
+            Attempt::Refused(error) => {
+                let mut refusal = Refusal::by_unix_socket(error);
+                if let Some(path) = self.host.service_path(port, messages) {
+                    refusal.reason = format!("{}: {}", path.display(), refusal.reason);
+                }
+                self.refuse(key, &refusal, cx);
+            }
+        }
+        Tried::Decided
+    }
+
+    /// Lets the connector connect a bridge to its host program.
+    fn dial_service(&mut self, key: u32, to: HostPort, deadline: Instant, cx: &mut Context<'_>) {
+        let HostPort { port, messages } = to;
+        let flow = self.bridges.get(key).and_then(|bridge| bridge.flow);
+        let path = self.host.service_path(port, messages);
+        let (Some(flow), Some(path)) = (flow, path) else {
+            return;
+        };
+        let request = ConnectRequest {
+            target: match messages {
+                true => Target::UnixSeqpacket(path),
+                false => Target::Unix(path),
+            },
+            policy: Arc::new(AddressPolicy::for_guests(Vec::new(), Vec::new())),
+            timeout: deadline.saturating_duration_since(cx.now),
+            keepalive: None,
+            first_bytes: Vec::new(),
+            // A path is one address.
+            attempts: 1,
+        };
+        if let Some(bridge) = self.bridges.get_mut(key) {
+            bridge.peer = BridgePeer::Resolving(None);
+        }
+        self.dial(key, flow, request, cx);
+    }
+
+    /// Refuses a connect after its deadline.
+    pub(super) fn connect_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
+        if let Some(BridgePeer::Connecting { deadline, .. }) =
+            self.bridges.get(key).map(|j| &j.peer)
+            && *deadline <= cx.now
+        {
+            let reason = "no answer before the connect deadline";
+            let refusal = Refusal::new(RefusalCause::Unreachable, reason);
+            self.refuse(key, &refusal, cx);
+        }
+    }
+
+    /// Rejects the guest's connection: no host program accepted it.
+    pub(super) fn refuse(&mut self, key: u32, refusal: &Refusal, cx: &mut Context<'_>) {
+        cx.shared.counters.refuse(refusal.cause);
+        let reason = &*refusal.reason;
+        let bridge = self.bridges.get(key);
+        if let Some(forwarded) = bridge.and_then(|bridge| bridge.forwarded.as_ref()) {
+            self.refuse_forwarded(forwarded, reason);
+        }
+        if let Some(flow) = bridge.and_then(|bridge| bridge.flow) {
+            let port = self.shard.flow(flow).map(|f| f.local.port);
+            let port = port.map(tracing::field::display);
+            tracing::debug!(cid = %self.cid, %flow, port, reason, "connection of the guest refused");
+            let _ = self.shard.reject(flow);
+        }
+        self.remove_bridge(key, cx);
+    }
+
+    /// Sets the socket of a bridge and adds it to the poller. Returns false if that failed.
+    pub(super) fn watch(&mut self, key: u32, end: BridgePeer, cx: &mut Context<'_>) -> bool {
+        let token = self.token(BRIDGE, key);
+        let Some(bridge) = self.bridges.get_mut(key) else {
+            return false;
+        };
+        bridge.peer = end;
+        let (socket, interest) = match &bridge.peer {
+            BridgePeer::Connecting { socket, .. } => (socket, Interest::All),
+            BridgePeer::Socket { socket, .. } => (socket, Interest::Incoming),
+            _ => return false,
+        };
+        match cx.poller.add(socket, token, interest) {
+            Ok(()) => true,
+            Err(error) => {
+                self.refuse(key, &Refusal::from(error), cx);
+                false
+            }
+        }
+    }
+
+    pub(super) fn host_connected(&mut self, key: u32, socket: HostSocket, cx: &mut Context<'_>) {
+        if self.watch(key, BridgePeer::Socket { socket, ok: None }, cx) {
+            self.host_accepted(key, cx);
+            // The socket was added to the poller after it connected, so readable data produces an
+            // edge; a read now would almost always find nothing.
+            if let Some(bridge) = self.bridges.get_mut(key) {
+                bridge.readable = false;
+            }
+        }
+    }
+
+    fn host_accepted(&mut self, key: u32, cx: &mut Context<'_>) {
+        let Some(bridge) = self.bridges.get_mut(key) else {
+            return;
+        };
+        bridge.open = true;
+        bridge.readable = true;
+        bridge.writable = true;
+        if let Some(flow) = bridge.flow {
+            let _ = self.shard.accept(cx.now, flow);
+            self.log_flow(flow, "connection opened");
+        }
+        let bridge = self.bridges.get(key);
+        if bridge.is_some_and(|bridge| bridge.forwarded.is_some()) {
+            self.forwarded_opened(key, cx);
+        }
+        self.bridges.enqueue(key);
+    }
+
+    /// Handles an edge of a bridge's socket.
+    pub(crate) fn bridge_ready(&mut self, key: u32, readiness: Readiness, cx: &mut Context<'_>) {
+        let Some(bridge) = self.bridges.get_mut(key) else {
+            return;
+        };
+        match &bridge.peer {
+            BridgePeer::Connecting { .. } if readiness.writable() => {
+                return self.connect_decided(key, readiness, cx);
+            }
+            BridgePeer::Socket { .. } => {}
+            _ => return,
+        }
+        let readiness = self.handle_reports(key, readiness, cx);
+        let Some(bridge) = self.bridges.get_mut(key) else {
+            return;
+        };
+        bridge.readable |= readiness.readable();
+        if readiness.readable() {
+            bridge.stop_waiting_for_bytes();
+        }
+        bridge.writable |= readiness.writable();
+        bridge.urgent |= readiness.urgent();
+        bridge.host_finished |= readiness.peer_finished();
+        bridge.host_gone |= readiness.hung_up();
+        if !bridge.open {
+            // Not even if the program has gone: bytes that it wrote are still to be delivered.
+            return;
+        }
+        if bridge.host_gone && bridge.read_closed {
+            if self.tcp_reset_after_end(key, cx) {
+                return;
+            }
+            let Some(bridge) = self.bridges.get_mut(key) else {
+                return;
+            };
+            // The program's end of stream was passed on before; now it has also stopped reading.
+            if let Some(flow) = bridge.flow {
+                let _ = self.shard.shutdown(cx.now, flow, How::BOTH);
+            }
+        }
+        let has_bytes = |bridge: &Bridge| !bridge.outbound.is_empty();
+        self.bridges.enqueue(key);
+        if readiness.writable() && self.bridges.get(key).is_some_and(has_bytes) {
+            self.flush(key, cx);
+        }
+    }
+
+    fn connect_decided(&mut self, key: u32, readiness: Readiness, cx: &mut Context<'_>) {
+        let Some(bridge) = self.bridges.get_mut(key) else {
+            return;
+        };
+        let placeholder = BridgePeer::Asked(None);
+        let BridgePeer::Connecting { socket, deadline } =
+            std::mem::replace(&mut bridge.peer, placeholder)
+        else {
+            return;
+        };
+        self.timers.cancel(deadline, Timer::Connect(key));
+        match rustix::net::sockopt::socket_error(&socket) {
+            Ok(Ok(())) => {
+                bridge.peer = BridgePeer::Socket { socket, ok: None };
+                // The same edge may report bytes and the end of a peer that has closed already.
+                bridge.host_finished |= readiness.peer_finished();
+                bridge.host_gone |= readiness.hung_up();
+                bridge.urgent |= readiness.urgent();
+                self.host_accepted(key, cx);
+            }
+            Ok(Err(e)) | Err(e) => {
+                self.refuse(key, &Refusal::from(std::io::Error::from(e)), cx);
+            }
+        }
+    }
+}

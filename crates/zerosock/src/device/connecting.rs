@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use rustix::net::SocketType as SocketKind;
 use zerosock_proto::Instant;
-use zerosock_proto::vsock::How;
 use zerosock_relay::connector::ConnectRequest;
 use zerosock_relay::networks::AddressPolicy;
 use zerosock_relay::target::Target;
@@ -12,6 +11,7 @@ use zerosock_virtio::poller::{Interest, Readiness};
 
 use super::backlog::Tried;
 use super::state::bridge::{Bridge, BridgePeer};
+use super::state::bridge_state::BridgeEvent;
 use super::state::timers::Timer;
 use super::virtio::BRIDGE;
 use super::{Context, Device};
@@ -154,7 +154,7 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
-        bridge.open = true;
+        bridge.state.apply(BridgeEvent::Connected);
         bridge.readable = true;
         bridge.writable = true;
         if let Some(flow) = bridge.flow {
@@ -190,23 +190,16 @@ impl Device {
         }
         bridge.writable |= readiness.writable();
         bridge.urgent |= readiness.urgent();
-        bridge.host_finished |= readiness.peer_finished();
-        bridge.host_gone |= readiness.hung_up();
-        if !bridge.open {
+        let (is_open, reads) = (bridge.state.is_open(), bridge.state.reads());
+        if readiness.peer_finished() {
+            if readiness.hung_up() && !reads && self.tcp_reset_after_end(key, cx) {
+                return;
+            }
+            self.on_bridge_event(key, end_of(readiness), cx);
+        }
+        if !is_open {
             // Not even if the program has gone: bytes that it wrote are still to be delivered.
             return;
-        }
-        if bridge.host_gone && bridge.read_closed {
-            if self.tcp_reset_after_end(key, cx) {
-                return;
-            }
-            let Some(bridge) = self.bridges.get_mut(key) else {
-                return;
-            };
-            // The program's end of stream was passed on before; now it has also stopped reading.
-            if let Some(flow) = bridge.flow {
-                let _ = self.shard.shutdown(cx.now, flow, How::BOTH);
-            }
         }
         let has_bytes = |bridge: &Bridge| !bridge.outbound.is_empty();
         self.bridges.enqueue(key);
@@ -230,8 +223,9 @@ impl Device {
             Ok(Ok(())) => {
                 bridge.peer = BridgePeer::Socket { socket, ok: None };
                 // The same edge may report bytes and the end of a peer that has closed already.
-                bridge.host_finished |= readiness.peer_finished();
-                bridge.host_gone |= readiness.hung_up();
+                if readiness.peer_finished() {
+                    bridge.state.apply(end_of(readiness));
+                }
                 bridge.urgent |= readiness.urgent();
                 self.host_accepted(key, cx);
             }
@@ -239,5 +233,13 @@ impl Device {
                 self.refuse(key, &Refusal::from(std::io::Error::from(e)), cx);
             }
         }
+    }
+}
+
+/// The end of a host socket that its readiness reports.
+fn end_of(readiness: Readiness) -> BridgeEvent {
+    match readiness.hung_up() {
+        true => BridgeEvent::HostGone,
+        false => BridgeEvent::HostFinished,
     }
 }

@@ -92,7 +92,10 @@ impl Device {
         if !tracing::enabled!(tracing::Level::DEBUG) {
             return;
         }
-        let bridge = self.bridges.get(key).filter(|bridge| bridge.open);
+        let bridge = self
+            .bridges
+            .get(key)
+            .filter(|bridge| bridge.state.is_open());
         if let Some(bridge) = bridge
             && let Some(flow) = bridge.flow
         {

@@ -1,8 +1,9 @@
 //! Events of the protocol core and expired timers, and the device's actions on them.
 
-use super::forwarded::{abort, set_reason};
-use super::sibling;
-use super::state::bridge::{Bridge, BridgePeer};
+use super::ends::{end_host, end_other_side, stop_host};
+use super::forwarded::set_reason;
+use super::state::bridge::BridgePeer;
+use super::state::bridge_state::{BridgeAction, BridgeEvent};
 use super::state::timers::Timer;
 use super::zero_copy::{read_reports, return_reported};
 use super::{Context, Device};
@@ -124,7 +125,7 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
-        bridge.open = true;
+        bridge.state.apply(BridgeEvent::Connected);
         match &mut bridge.peer {
             BridgePeer::Socket { socket, ok } => {
                 // Whether there are bytes was recorded before the guest answered.
@@ -157,32 +158,36 @@ impl Device {
         if let Some(id) = self.app.flows.get(flow) {
             return self.app_peer_shut_down(id, receive, send, cx);
         }
-        let Some((key, bridge)) = self.bridges.of_flow(flow) else {
+        let Some(key) = self.bridges.key_of(flow) else {
             return;
         };
-        if receive && !bridge.read_closed {
-            // The guest receives no more; the host's next write fails with EPIPE.
-            bridge.read_closed = true;
-            match &mut bridge.peer {
-                BridgePeer::Socket { socket, .. } => {
-                    host_sockets::stop_reading(socket);
-                }
-                BridgePeer::Sibling(s) => {
-                    sibling::return_inbound(s, true, cx);
-                    let (to, receive, send) = (s.peer.flow, true, false);
-                    let message = SiblingMessage::Shutdown { to, receive, send };
-                    cx.outbox.send(s.peer.device, message);
-                }
-                _ => {}
-            }
+        if receive {
+            self.on_bridge_event(key, BridgeEvent::GuestStopped, cx);
         }
-        if send && !bridge.guest_finished {
-            bridge.guest_finished = true;
-            // Bytes sent before the shutdown go first.
-            self.flush(key, cx);
+        if send {
+            self.on_bridge_event(key, BridgeEvent::GuestFinished, cx);
         }
         // Bytes that waited for the guest were dropped.
         self.update_bridge(key, cx);
+    }
+
+    /// Changes the state of a bridge, and does what follows from it.
+    pub(super) fn on_bridge_event(&mut self, key: u32, event: BridgeEvent, cx: &mut Context<'_>) {
+        let Some(bridge) = self.bridges.get_mut(key) else {
+            return;
+        };
+        match bridge.state.apply(event) {
+            BridgeAction::Nothing => {}
+            BridgeAction::Flush => self.flush(key, cx),
+            BridgeAction::EndHost => end_host(bridge, cx),
+            BridgeAction::StopHost => stop_host(bridge, cx),
+            BridgeAction::ShutDownFlow(how) => {
+                if let Some(flow) = bridge.flow {
+                    // Fails if the flow has ended.
+                    let _ = self.shard.shutdown(cx.now, flow, how);
+                }
+            }
+        }
     }
 
     /// The flow of the guest has ended.
@@ -208,7 +213,8 @@ impl Device {
         // its stream drops the bytes in flight, as a kernel would.
         read_reports(bridge, cx);
         return_reported(&mut self.queues.rings.tx, &mut bridge.forwarded);
-        let finished = bridge.guest_finished || (orderly && bridge.has_sends_in_flight());
+        let finished =
+            bridge.state.has_guest_finished() || (orderly && bridge.has_sends_in_flight());
         if finished && self.linger(key, cx) {
             return;
         }
@@ -220,7 +226,7 @@ impl Device {
         if let Some(bridge) = self.remove_bridge(key, cx) {
             // After end of file or `stop_reading` no unread bytes are left.
             if let (BridgePeer::Socket { socket, .. }, true) =
-                (&bridge.peer, orderly && !bridge.read_closed)
+                (&bridge.peer, orderly && bridge.state.reads())
             {
                 host_sockets::leave_nothing_unread(socket);
             }
@@ -236,7 +242,7 @@ impl Device {
             return false;
         };
         if bridge.is_delivered()
-            || !bridge.open
+            || !bridge.state.is_open()
             || !matches!(bridge.peer, BridgePeer::Socket { .. })
             || self.lingering.len() >= cx.shared.limits.lingering
         {
@@ -246,8 +252,7 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key) else {
             return false;
         };
-        bridge.read_closed = true;
-        bridge.guest_finished = true;
+        bridge.state.apply(BridgeEvent::FlowEnded);
         if bridge.flow.take().is_some() {
             let limit = cx.shared.limits.linger;
             self.lingering.start(key, cx.now, limit, &mut self.timers);
@@ -272,12 +277,12 @@ impl Device {
     pub(super) fn remove_without_guest(&mut self, key: u32, cx: &mut Context<'_>) {
         self.log_closed(key, GONE);
         if let Some(bridge) = self.bridges.get_mut(key)
-            && !bridge.guest_finished
+            && !bridge.state.has_guest_finished()
         {
             set_reason(bridge, GONE);
         }
         if let Some(bridge) = self.remove_bridge(key, cx) {
-            let orderly = bridge.guest_finished;
+            let orderly = bridge.state.has_guest_finished();
             end_other_side(&bridge, orderly, cx);
         }
     }
@@ -348,7 +353,7 @@ impl Device {
         self.spill(key, 0, cx);
         if let Some(bridge) = self.bridges.get_mut(key) {
             // ENOBUFS and ENOMEM leave no edge: try once more.
-            bridge.writable |= bridge.open;
+            bridge.writable |= bridge.state.is_open();
         }
         self.flush(key, cx);
     }
@@ -375,12 +380,4 @@ impl Device {
             );
         }
     }
-}
-
-/// Ends the other side of a bridge that was removed: in order, or by a reset.
-fn end_other_side(bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
-    if !orderly {
-        abort(bridge);
-    }
-    sibling::send_end(bridge, orderly, cx);
 }

@@ -8,7 +8,9 @@
 //! - Copies stay below the device's overflow limit: above it, the connections with the most copied
 //!   bytes are reset ([`super::outbound`]).
 
+use super::ends::end_host;
 use super::state::bridge::{Bridge, BridgePeer};
+use super::state::bridge_state::{BridgeAction, BridgeEvent};
 use super::state::timers::{Timer, Timers};
 use super::virtio::BRIDGE;
 use super::zero_copy::{complete_or_keep, sends_of, slow_from};
@@ -19,7 +21,6 @@ use crate::device::state::sibling_message::SiblingMessage;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::SendFlags;
-use zerosock_proto::vsock::How;
 use zerosock_ring::{Chain, DeviceQueue, Memory, SliceBuf};
 use zerosock_virtio::poller::Interest;
 use zerosock_zc::{SocketKind, notifications};
@@ -59,7 +60,7 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
-        if !bridge.open {
+        if !bridge.state.is_open() {
             return self.update_bridge(key, cx);
         }
         let lingers = bridge.flow.is_none().then(|| bridge.outbound.len());
@@ -183,14 +184,11 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
-        bridge.write_closed = true;
         let (tx, forwarded) = (&mut self.queues.rings.tx, &mut bridge.forwarded);
         bridge
             .outbound
             .clear(|chain, sent| complete_or_keep(tx, forwarded, chain, sent));
-        if let Some(flow) = bridge.flow {
-            let _ = self.shard.shutdown(cx.now, flow, How::RECEIVE);
-        }
+        self.on_bridge_event(key, BridgeEvent::HostStopped, cx);
     }
 
     /// Lends the guest's chains to the sibling. A stalled sibling gets its share, and copies.
@@ -252,7 +250,11 @@ impl Device {
             return self.end_for_want_of_memory(key, cx);
         }
         set_hold_timer(bridge, key, &mut self.timers, cx);
-        forward_guest_shutdown(bridge, cx);
+        if bridge.outbound.is_empty()
+            && bridge.state.apply(BridgeEvent::Delivered) == BridgeAction::EndHost
+        {
+            end_host(bridge, cx);
+        }
         let done = bridge.is_delivered() && bridge.flow.is_none();
         self.bridges.recount(key);
         if done {
@@ -353,26 +355,6 @@ fn set_hold_timer(bridge: &mut Bridge, key: u32, timers: &mut Timers, cx: &Conte
             bridge.hold_timer = true;
             timers.set(since + cx.shared.limits.hold, Timer::Hold(key));
         }
-    }
-}
-
-/// Passes on the guest's end of stream once the other end has taken all bytes.
-fn forward_guest_shutdown(bridge: &mut Bridge, cx: &mut Context<'_>) {
-    if !bridge.outbound.is_empty() || !bridge.guest_finished || !bridge.open || bridge.finish_told {
-        return;
-    }
-    bridge.finish_told = true;
-    match &bridge.peer {
-        BridgePeer::Socket { socket, .. } => {
-            // Fails only if the host has gone.
-            let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);
-        }
-        BridgePeer::Sibling(s) => {
-            let (to, receive, send) = (s.peer.flow, false, true);
-            let message = SiblingMessage::Shutdown { to, receive, send };
-            cx.outbox.send(s.peer.device, message);
-        }
-        _ => {}
     }
 }
 

@@ -289,7 +289,7 @@ impl Device {
             return;
         }
         set_reason(bridge, reason_of(Some(Errno::CONNRESET)));
-        if bridge.read_closed || bridge.flow.is_none() {
+        if !bridge.state.reads() || bridge.flow.is_none() {
             return self.reset_bridge(key, cx);
         }
         if let Some(forwarded) = &mut bridge.forwarded {

@@ -10,6 +10,7 @@ use zerosock_virtio::poller::Poller;
 
 use super::*;
 use crate::device::host_sockets::hybrid::OkConvention;
+use crate::device::state::bridge_state::BridgeEvent;
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::stats::Counters;
 
@@ -87,7 +88,8 @@ impl Lab {
         let flow = device.shard.connect(cx.now, local, peer, stream).unwrap();
         let key = device.add_bridge(flow, BridgePeer::Asked(None), &cx);
         let bridge = device.bridges.get_mut(key).unwrap();
-        (bridge.open, bridge.readable) = (true, true);
+        bridge.state.apply(BridgeEvent::Connected);
+        bridge.readable = true;
         device.bridges.enqueue(key);
         key
     }

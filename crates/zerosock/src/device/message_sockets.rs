@@ -20,6 +20,7 @@ use zerosock_ring::{Chain, GuestSlice, Memory, SliceBuf};
 
 use super::events::emit;
 use super::state::bridge::BridgePeer;
+use super::state::bridge_state::BridgeEvent;
 use super::to_guest::Fill;
 use super::{Context, Device};
 use crate::device::host_sockets::HostSocket;
@@ -167,7 +168,7 @@ impl Device {
         let Some(messages) = &mut bridge.messages else {
             return 0;
         };
-        if !bridge.guest_finished || !messages.outbound.is_empty() {
+        if !bridge.state.has_guest_finished() || !messages.outbound.is_empty() {
             return 0;
         }
         messages.incomplete = 0;
@@ -240,7 +241,7 @@ impl Device {
                 }
                 Ahead::EndOfFile => return self.handle_host_eof(key, cx),
                 Ahead::Gone => {
-                    bridge.host_gone = true;
+                    bridge.state.apply(BridgeEvent::HostGone);
                     return self.handle_host_eof(key, cx);
                 }
                 // The error was reported once: datagrams may follow. A lasting one has an edge.

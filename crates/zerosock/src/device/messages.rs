@@ -14,7 +14,7 @@
 
 use std::io::IoSlice;
 
-use zerosock_proto::vsock::{FlowId, How, ReserveError};
+use zerosock_proto::vsock::{FlowId, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, GuestSlice, Memory};
 
@@ -24,6 +24,7 @@ use super::flush::share_of;
 use super::outbound::HeldChain;
 use super::sibling;
 use super::state::bridge::{BridgePeer, Inbound};
+use super::state::bridge_state::BridgeEvent;
 use super::to_guest::{Fill, MAX_READ_BUFFERS};
 use super::{Context, Device, TURN_BYTES};
 use crate::device::state::messages::Sending;
@@ -53,7 +54,7 @@ impl Device {
         let Some(messages) = bridge
             .messages
             .as_deref_mut()
-            .filter(|_| !bridge.write_closed)
+            .filter(|_| !bridge.state.drops_bytes())
         else {
             tx.complete(chain, 0);
             let _ = match len {
@@ -125,7 +126,7 @@ impl Device {
         else {
             return;
         };
-        if bridge.read_closed {
+        if !bridge.state.reads() {
             if len == 0 {
                 let to = sibling.peer.flow;
                 cx.outbox
@@ -240,11 +241,10 @@ impl Device {
             }
         }
         let done = messages.inbound.is_empty() && messages.sending.is_none();
-        if sibling.finish && done && !bridge.read_closed {
+        if bridge.state.has_host_finished() && done {
             // The remaining bytes are an incomplete message.
             sibling::return_inbound(sibling, true, cx);
-            bridge.read_closed = true;
-            let _ = self.shard.shutdown(cx.now, flow, How::SEND);
+            self.on_bridge_event(key, BridgeEvent::EndRead, cx);
         }
         // Fewer bytes are in copies now.
         self.update_bridge(key, cx);

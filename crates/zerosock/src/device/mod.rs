@@ -18,7 +18,7 @@
 //!   buffers that the guest has posted;
 //! - `listeners`, `handshakes`, `callers`, `guest_backlog`: connections of host programs to the guest;
 //!   `connecting`, `backlog`: those of the guest to host programs; `sibling`: those between guests;
-//! - `events`, `lingering`: their life cycle, and `connection_log` what the log says about it;
+//! - `events`, `ends`, `lingering`: their life cycle, and `connection_log` what the log says about it;
 //! - `forwarded`: connections by rule with sockets outside, TCP and UDP among them; `zero_copy`: sends
 //!   of which the kernel reads the bytes later;
 //! - `datagrams`: datagrams of the guest, also by rule to sockets outside;
@@ -43,6 +43,7 @@ mod coalescing;
 mod connecting;
 mod connection_log;
 pub(crate) mod datagrams;
+mod ends;
 mod events;
 pub(crate) mod factory;
 mod flush;
@@ -214,7 +215,7 @@ impl Device {
             forwarded.finish();
         }
         self.backlogs.forget(key, &bridge);
-        if !bridge.open
+        if !bridge.state.is_open()
             && let Some(flow) = bridge.flow
         {
             self.forget_guest_connect(flow, cx);

@@ -8,12 +8,13 @@
 
 use super::outbound::copy_out;
 use super::state::bridge::{Bridge, BridgePeer, Inbound, SiblingPeer};
+use super::state::bridge_state::BridgeEvent;
 use super::{Context, Device};
 use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::routing::Denial;
 use crate::stats::RefusalCause;
-use zerosock_proto::vsock::{FlowId, How, SMALL_PACKET};
+use zerosock_proto::vsock::{FlowId, SMALL_PACKET};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
@@ -307,7 +308,7 @@ impl Device {
             return;
         };
         bridge.peer = BridgePeer::Sibling(SiblingPeer::new(peer));
-        bridge.open = true;
+        bridge.state.apply(BridgeEvent::Connected);
         bridge.writable = true;
         let _ = self.shard.accept(cx.now, to);
         self.log_flow(to, "connection opened");
@@ -327,7 +328,7 @@ impl Device {
                     return;
                 };
                 let peer = s.peer;
-                if !bridge.read_closed {
+                if bridge.state.reads() {
                     bridge.readable = true;
                     bridge.stop_waiting_for_bytes();
                     if let Some(inbound) = self.bridges.push_inbound(key, inbound) {
@@ -418,19 +419,18 @@ impl Device {
         let Some((key, bridge)) = self.bridges.of_flow(to) else {
             return;
         };
-        let BridgePeer::Sibling(s) = &mut bridge.peer else {
+        if !matches!(bridge.peer, BridgePeer::Sibling(_)) {
             return;
-        };
-        if receive {
-            bridge.write_closed = true;
-            let _ = self.shard.shutdown(cx.now, to, How::RECEIVE);
         }
         if send {
-            s.finish = true;
+            bridge.state.apply(BridgeEvent::HostFinished);
             // With nothing left to deliver, a read finds the end of the stream.
             bridge.readable = true;
             bridge.stop_waiting_for_bytes();
             self.bridges.enqueue(key);
+        }
+        if receive {
+            self.on_bridge_event(key, BridgeEvent::HostStopped, cx);
         }
     }
 }

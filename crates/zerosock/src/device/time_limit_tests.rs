@@ -159,7 +159,7 @@ fn connects_to_a_full_backlog_are_retried_one_at_a_time_with_growing_pauses() {
 #[test]
 fn backlog_room_goes_to_the_oldest_connect() {
     let (mut lab, _dir, listener, keys) = before_full_listener(3);
-    let is_open = |lab: &Lab, key: u32| lab.device.bridges.get(key).unwrap().open;
+    let is_open = |lab: &Lab, key: u32| lab.device.bridges.get(key).unwrap().state.is_open();
     listener.accept().unwrap();
     lab.fire_at(Duration::from_millis(1));
     let open: Vec<bool> = keys.iter().map(|&key| is_open(&lab, key)).collect();

@@ -9,11 +9,12 @@
 use super::events::emit;
 use super::sibling as siblings;
 use super::state::bridge::{Bridge, BridgePeer, Inbound};
+use super::state::bridge_state::BridgeEvent;
 use super::{Context, Device, TURN_BYTES};
 use crate::table::outgoing::Outgoing;
 use arrayvec::ArrayVec;
 use rustix::io::Errno;
-use zerosock_proto::vsock::{FlowId, How, Reservation, ReserveError, Shard};
+use zerosock_proto::vsock::{FlowId, Reservation, ReserveError, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory, SliceBuf};
 use zerosock_virtio::ring::Ring;
@@ -182,7 +183,7 @@ impl Device {
         let (BridgePeer::Socket { socket, .. }, Some(flow)) = (&bridge.peer, bridge.flow) else {
             return Fill::Idle;
         };
-        if self.shard.nears_packet_limit(flow) && !bridge.host_finished {
+        if self.shard.nears_packet_limit(flow) && !bridge.state.has_host_finished() {
             // The guest has many packets unread: merge small writes into one packet.
             let bytes = rustix::io::ioctl_fionread(socket).unwrap_or(u64::MAX);
             let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
@@ -235,7 +236,7 @@ impl Device {
                 // After a short read the socket is empty, and new bytes cause an edge. Exceptions:
                 // the end of file follows and its edge was seen already; or the read stopped behind
                 // a passed descriptor, or at an urgent byte.
-                bridge.readable = bridge.host_finished || cut || bridge.urgent;
+                bridge.readable = bridge.state.has_host_finished() || cut || bridge.urgent;
                 if bridge.readable {
                     Fill::More
                 } else {
@@ -252,7 +253,7 @@ impl Device {
                 Some(Errno::FAULT) => Fill::Lost,
                 errno => {
                     // The program has closed its socket with unread bytes, which resets ours.
-                    bridge.host_gone = true;
+                    bridge.state.apply(BridgeEvent::HostGone);
                     match self.tcp_failed(key, errno, cx) {
                         true => Fill::Idle,
                         false => self.handle_host_eof(key, cx),
@@ -264,15 +265,8 @@ impl Device {
 
     /// Handles the end of file of a host socket: the guest sees a shutdown.
     pub(super) fn handle_host_eof(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        if self.ended_by_reset(key, cx) {
-            return Fill::Idle;
-        }
-        if let Some(bridge) = self.bridges.get_mut(key) {
-            bridge.read_closed = true;
-            if let Some(flow) = bridge.flow {
-                let (receive, send) = (bridge.host_gone, true);
-                let _ = self.shard.shutdown(cx.now, flow, How { receive, send });
-            }
+        if !self.ended_by_reset(key, cx) {
+            self.on_bridge_event(key, BridgeEvent::EndRead, cx);
         }
         Fill::Idle
     }
@@ -292,7 +286,10 @@ impl Device {
                 self.update_bridge(key, cx);
                 return Fill::Idle;
             }
-            if bytes > 0 && !sibling.finish && self.shard.should_delay(flow, bytes) {
+            if bytes > 0
+                && !bridge.state.has_host_finished()
+                && self.shard.should_delay(flow, bytes)
+            {
                 (bridge.waits_for_bytes, bridge.no_credit) = (true, true);
                 self.update_bridge(key, cx);
                 return Fill::Idle;
@@ -346,10 +343,8 @@ impl Device {
             let used_up = sibling.front().is_some_and(|front| front.len() == 0);
             siblings::return_read(sibling, len as u32, used_up, cx);
         }
-        let sibling_finished = sibling.finish && sibling.is_drained();
-        if sibling_finished && !bridge.read_closed {
-            bridge.read_closed = true;
-            let _ = self.shard.shutdown(cx.now, flow, How::SEND);
+        if bridge.state.has_host_finished() && sibling.is_drained() {
+            self.on_bridge_event(key, BridgeEvent::EndRead, cx);
         }
         // Fewer bytes are in copies now, which count for the device's limits.
         self.update_bridge(key, cx);

@@ -138,7 +138,7 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key) else {
             return false;
         };
-        let ended = bridge.guest_finished;
+        let ended = bridge.state.has_guest_finished();
         let Some(sends) = sends_of(&mut bridge.forwarded).filter(|_| ended) else {
             return false;
         };

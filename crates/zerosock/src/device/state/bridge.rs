@@ -9,6 +9,7 @@
 //! The shard has the vsock half (state, credit, counters); a [`Bridge`] has the socket or sibling,
 //! the bytes in flight, and the edges seen.
 
+use super::bridge_state::BridgeState;
 use super::forwarded::Forwarded;
 use super::messages::Messages;
 use super::zero_copy::ZeroCopySends;
@@ -59,8 +60,6 @@ pub(crate) struct SiblingPeer {
     pub(crate) lent_later: u32,
     /// The sibling held a chain beyond the hold limit and has not caught up since.
     pub(crate) stalled: bool,
-    /// The sibling's guest will send no more once `inbound` is empty.
-    pub(crate) finish: bool,
 }
 
 impl SiblingPeer {
@@ -71,7 +70,6 @@ impl SiblingPeer {
             lent: 0,
             lent_later: 0,
             stalled: false,
-            finish: false,
         }
     }
 
@@ -241,27 +239,14 @@ pub(crate) struct Bridge {
     pub(crate) messages: Option<Box<Messages>>,
     /// The rule that the connection was made by, and what is counted for it.
     pub(crate) forwarded: Option<Box<Forwarded>>,
-    /// Both halves are connected.
-    pub(crate) open: bool,
+    /// How far the two directions are.
+    pub(crate) state: BridgeState,
     /// The socket may have bytes or an end of file (an edge was seen and not used up).
     pub(crate) readable: bool,
     /// The socket may take bytes.
     pub(crate) writable: bool,
     /// The poller reports when the socket can take bytes again.
     pub(crate) watches_room: bool,
-    /// The host has shut down sending: end of file follows the unread bytes.
-    pub(crate) host_finished: bool,
-    /// The host has closed both directions.
-    pub(crate) host_gone: bool,
-    /// We do not read from the host any more: end of file was read, or the guest has shut down
-    /// receiving.
-    pub(crate) read_closed: bool,
-    /// We do not write to the host any more: bytes from the guest are dropped.
-    pub(crate) write_closed: bool,
-    /// The guest sends nothing after the bytes in `outbound`.
-    pub(crate) guest_finished: bool,
-    /// The end of the guest's stream was passed on to the host.
-    pub(crate) finish_told: bool,
     /// On the list of ready bridges.
     pub(super) in_ready: bool,
     /// On the list of dirty bridges.
@@ -297,16 +282,10 @@ impl Bridge {
             outbound: Outbound::default(),
             messages: None,
             forwarded: None,
-            open: false,
+            state: BridgeState::CONNECTING,
             readable: false,
             writable: false,
             watches_room: false,
-            host_finished: false,
-            host_gone: false,
-            read_closed: false,
-            write_closed: false,
-            guest_finished: false,
-            finish_told: false,
             in_ready: false,
             in_dirty: false,
             no_credit: false,
@@ -360,7 +339,11 @@ impl Bridge {
 
     /// Whether reading from the other end may bring something for the guest.
     pub(crate) fn may_read(&self) -> bool {
-        self.open && self.readable && !self.read_closed && !self.no_credit && self.flow.is_some()
+        self.readable
+            && !self.no_credit
+            && self.state.is_open()
+            && self.state.reads()
+            && self.flow.is_some()
     }
 }
 

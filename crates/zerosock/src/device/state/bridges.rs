@@ -325,6 +325,7 @@ mod tests {
     use super::*;
     use crate::device::outbound::Outbound;
     use crate::device::state::bridge::SiblingPeer;
+    use crate::device::state::bridge_state::BridgeEvent;
     use crate::device::state::peer::Peer;
 
     struct Table {
@@ -353,7 +354,8 @@ mod tests {
             };
             let sibling = SiblingPeer::new(Peer { device, flow });
             let mut bridge = Bridge::new(flow, BridgePeer::Sibling(sibling));
-            (bridge.open, bridge.readable) = (true, true);
+            bridge.state.apply(BridgeEvent::Connected);
+            bridge.readable = true;
             self.bridges.insert(bridge)
         }
 

@@ -5,6 +5,7 @@ pub(crate) mod app;
 pub(crate) mod associations;
 pub(crate) mod backlogs;
 pub(crate) mod bridge;
+pub(crate) mod bridge_state;
 pub(crate) mod bridges;
 pub(crate) mod datagrams;
 pub(crate) mod forwarded;

@@ -12,6 +12,7 @@ use zerosock_virtio::poller::{Interest, Readiness};
 use super::backlog::Tried;
 use super::state::bridge::{Bridge, BridgePeer};
 use super::state::bridge_state::BridgeEvent;
+use super::state::flags::Flags;
 use super::state::timers::Timer;
 use super::virtio::BRIDGE;
 use super::{Context, Device};
@@ -145,7 +146,7 @@ impl Device {
             // The socket was added to the poller after it connected, so readable data produces an
             // edge; a read now would almost always find nothing.
             if let Some(bridge) = self.bridges.get_mut(key) {
-                bridge.readable = false;
+                bridge.flags.remove(Flags::READABLE);
             }
         }
     }
@@ -155,8 +156,7 @@ impl Device {
             return;
         };
         bridge.state.apply(BridgeEvent::Connected);
-        bridge.readable = true;
-        bridge.writable = true;
+        bridge.flags.insert(Flags::READABLE.and(Flags::WRITABLE));
         if let Some(flow) = bridge.flow {
             let _ = self.shard.accept(cx.now, flow);
             self.log_flow(flow, "connection opened");
@@ -184,12 +184,15 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
-        bridge.readable |= readiness.readable();
         if readiness.readable() {
-            bridge.stop_waiting_for_bytes();
+            bridge.set_readable();
         }
-        bridge.writable |= readiness.writable();
-        bridge.urgent |= readiness.urgent();
+        if readiness.writable() {
+            bridge.flags.insert(Flags::WRITABLE);
+        }
+        if readiness.urgent() {
+            bridge.flags.insert(Flags::URGENT);
+        }
         let (is_open, reads) = (bridge.state.is_open(), bridge.state.reads());
         if readiness.peer_finished() {
             if readiness.hung_up() && !reads && self.tcp_reset_after_end(key, cx) {
@@ -226,7 +229,9 @@ impl Device {
                 if readiness.peer_finished() {
                     bridge.state.apply(end_of(readiness));
                 }
-                bridge.urgent |= readiness.urgent();
+                if readiness.urgent() {
+                    bridge.flags.insert(Flags::URGENT);
+                }
                 self.host_accepted(key, cx);
             }
             Ok(Err(e)) | Err(e) => {

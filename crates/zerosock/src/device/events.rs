@@ -4,6 +4,7 @@ use super::ends::{end_host, end_other_side, stop_host};
 use super::forwarded::set_reason;
 use super::state::bridge::BridgePeer;
 use super::state::bridge_state::{BridgeAction, BridgeEvent};
+use super::state::flags::Flags;
 use super::state::timers::Timer;
 use super::zero_copy::{read_reports, return_reported};
 use super::{Context, Device};
@@ -76,8 +77,7 @@ impl Device {
             }
             Event::Writable { flow } => {
                 if let Some((key, bridge)) = self.bridges.of_flow(flow) {
-                    bridge.no_credit = false;
-                    bridge.waits_for_bytes = false;
+                    bridge.flags.remove(Flags::WAITS);
                     self.bridges.enqueue(key);
                 } else if let Some(id) = self.app.flows.get(flow) {
                     Self::app_writable(id, cx);
@@ -130,8 +130,10 @@ impl Device {
             BridgePeer::Socket { socket, ok } => {
                 // Whether there are bytes was recorded before the guest answered.
                 let forwarded = bridge.forwarded.as_ref();
-                bridge.readable |= forwarded.is_some_and(|it| it.has_header());
-                bridge.writable = true;
+                if forwarded.is_some_and(|it| it.has_header()) {
+                    bridge.flags.insert(Flags::READABLE);
+                }
+                bridge.flags.insert(Flags::WRITABLE);
                 if let Some(port) = ok.take()
                     && !hybrid::write_ok(&*socket, port)
                 {
@@ -141,9 +143,9 @@ impl Device {
             BridgePeer::Sibling(s) => {
                 let Peer { device, flow: to } = s.peer;
                 cx.outbox.send(device, SiblingMessage::Accepted { to });
-                bridge.readable = !s.is_drained();
+                bridge.flags.set(Flags::READABLE, !s.is_drained());
                 // A sibling counts as writable until it stalls.
-                bridge.writable = true;
+                bridge.flags.insert(Flags::WRITABLE);
             }
             _ => {}
         }
@@ -332,7 +334,7 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
-        if !std::mem::take(&mut bridge.hold_timer) {
+        if !bridge.flags.remove(Flags::HOLD_TIMER) {
             return;
         }
         if bridge
@@ -343,7 +345,7 @@ impl Device {
             return self.update_bridge(key, cx);
         }
         bridge.held_since = None;
-        bridge.no_memory = false;
+        bridge.flags.remove(Flags::NO_MEMORY);
         if let BridgePeer::Sibling(s) = &mut bridge.peer {
             s.stalled = true;
             let to = s.peer.flow;
@@ -351,9 +353,11 @@ impl Device {
             return self.update_bridge(key, cx);
         }
         self.spill(key, 0, cx);
-        if let Some(bridge) = self.bridges.get_mut(key) {
+        if let Some(bridge) = self.bridges.get_mut(key)
+            && bridge.state.is_open()
+        {
             // ENOBUFS and ENOMEM leave no edge: try once more.
-            bridge.writable |= bridge.state.is_open();
+            bridge.flags.insert(Flags::WRITABLE);
         }
         self.flush(key, cx);
     }

@@ -11,6 +11,7 @@
 use super::ends::end_host;
 use super::state::bridge::{Bridge, BridgePeer};
 use super::state::bridge_state::{BridgeAction, BridgeEvent};
+use super::state::flags::Flags;
 use super::state::timers::{Timer, Timers};
 use super::virtio::BRIDGE;
 use super::zero_copy::{complete_or_keep, sends_of, slow_from};
@@ -84,7 +85,7 @@ impl Device {
             let Some(bridge) = self.bridges.get_mut(key) else {
                 return;
             };
-            if bridge.outbound.is_empty() || !bridge.writable {
+            if bridge.outbound.is_empty() || !bridge.flags.has(Flags::WRITABLE) {
                 break;
             }
             let held = bridge.outbound.held_chains() > 0;
@@ -133,12 +134,14 @@ impl Device {
                         bridge.outbound.advance_overflow(bytes);
                     }
                     // A short write: the socket is full, and new room produces an edge.
-                    bridge.writable = all;
+                    bridge.flags.set(Flags::WRITABLE, all);
                 }
-                Wrote::Full => bridge.writable = false,
+                Wrote::Full => {
+                    bridge.flags.remove(Flags::WRITABLE);
+                }
                 Wrote::NoMemory => {
-                    bridge.writable = false;
-                    bridge.no_memory = true;
+                    bridge.flags.remove(Flags::WRITABLE);
+                    bridge.flags.insert(Flags::NO_MEMORY);
                 }
                 Wrote::Gone => {
                     consumed += bridge.outbound.len();
@@ -170,12 +173,13 @@ impl Device {
     pub(super) fn watch_room(&mut self, key: u32, sent: bool, cx: &Context<'_>) {
         let token = self.token(BRIDGE, key);
         if let Some(bridge) = self.bridges.get_mut(key)
-            && !bridge.watches_room
+            && !bridge.flags.has(Flags::WATCHES_ROOM)
             && let BridgePeer::Socket { socket, .. } = &bridge.peer
-            && (!bridge.writable || sent && !socket.is_tcp())
+            && (!bridge.flags.has(Flags::WRITABLE) || sent && !socket.is_tcp())
         {
             // Room that there is already is reported too. The call fails only for an unknown socket.
-            bridge.watches_room = cx.poller.change(socket, token, Interest::All).is_ok();
+            let watches = cx.poller.change(socket, token, Interest::All).is_ok();
+            bridge.flags.set(Flags::WATCHES_ROOM, watches);
         }
     }
 
@@ -347,12 +351,11 @@ fn set_hold_timer(bridge: &mut Bridge, key: u32, timers: &mut Timers, cx: &Conte
         }
         _ => bridge.outbound.held_chains(),
     };
-    if chains == 0 && !bridge.no_memory {
+    if chains == 0 && !bridge.flags.has(Flags::NO_MEMORY) {
         bridge.held_since = None;
     } else {
         let since = *bridge.held_since.get_or_insert(cx.now);
-        if !bridge.hold_timer {
-            bridge.hold_timer = true;
+        if bridge.flags.insert(Flags::HOLD_TIMER) {
             timers.set(since + cx.shared.limits.hold, Timer::Hold(key));
         }
     }

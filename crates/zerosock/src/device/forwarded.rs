@@ -295,8 +295,7 @@ impl Device {
         if let Some(forwarded) = &mut bridge.forwarded {
             forwarded.reset_by_remote = true;
         }
-        bridge.readable = true;
-        bridge.stop_waiting_for_bytes();
+        bridge.set_readable();
         self.bridges.enqueue(key);
     }
 

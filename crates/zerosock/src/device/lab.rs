@@ -11,6 +11,7 @@ use zerosock_virtio::poller::Poller;
 use super::*;
 use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::state::bridge_state::BridgeEvent;
+use crate::device::state::flags::Flags;
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::stats::Counters;
 
@@ -89,7 +90,7 @@ impl Lab {
         let key = device.add_bridge(flow, BridgePeer::Asked(None), &cx);
         let bridge = device.bridges.get_mut(key).unwrap();
         bridge.state.apply(BridgeEvent::Connected);
-        bridge.readable = true;
+        bridge.flags.insert(Flags::READABLE);
         device.bridges.enqueue(key);
         key
     }

@@ -21,6 +21,7 @@ use zerosock_ring::{Chain, GuestSlice, Memory, SliceBuf};
 use super::events::emit;
 use super::state::bridge::BridgePeer;
 use super::state::bridge_state::BridgeEvent;
+use super::state::flags::Flags;
 use super::to_guest::Fill;
 use super::{Context, Device};
 use crate::device::host_sockets::HostSocket;
@@ -92,7 +93,8 @@ impl Device {
             let Some(bridge) = self.bridges.get_mut(key) else {
                 return;
             };
-            let Some(messages) = bridge.messages.as_deref_mut().filter(|_| bridge.writable) else {
+            let writable = bridge.flags.has(Flags::WRITABLE);
+            let Some(messages) = bridge.messages.as_deref_mut().filter(|_| writable) else {
                 break;
             };
             let Some(&(len, _)) = messages.outbound.front() else {
@@ -129,10 +131,12 @@ impl Device {
                         bridge.outbound.advance_overflow(len);
                     }
                 }
-                Sent::Full => bridge.writable = false,
+                Sent::Full => {
+                    bridge.flags.remove(Flags::WRITABLE);
+                }
                 Sent::NoMemory => {
-                    bridge.writable = false;
-                    bridge.no_memory = true;
+                    bridge.flags.remove(Flags::WRITABLE);
+                    bridge.flags.insert(Flags::NO_MEMORY);
                 }
                 Sent::TooLong => return self.too_long(key, len, cx),
                 Sent::Gone => {
@@ -236,7 +240,7 @@ impl Device {
             let len = match hybrid::look_ahead(socket) {
                 Ahead::Message(len) => len,
                 Ahead::Nothing => {
-                    bridge.readable = false;
+                    bridge.flags.remove(Flags::READABLE);
                     return Fill::Idle;
                 }
                 Ahead::EndOfFile => return self.handle_host_eof(key, cx),
@@ -247,7 +251,7 @@ impl Device {
                 // The error was reported once: datagrams may follow. A lasting one has an edge.
                 Ahead::Failed if !std::mem::replace(&mut failed, true) => continue,
                 Ahead::Failed => {
-                    bridge.readable = false;
+                    bridge.flags.remove(Flags::READABLE);
                     return Fill::Idle;
                 }
             };
@@ -273,7 +277,7 @@ impl Device {
                 }
                 // No credit; or the guest has stopped receiving, which an event reports.
                 Err(_) => {
-                    bridge.no_credit = true;
+                    bridge.flags.insert(Flags::NO_CREDIT);
                     return Fill::Idle;
                 }
             }

@@ -13,6 +13,7 @@ use super::lab::Lab;
 use super::*;
 use crate::device::host_sockets::HostSocket;
 use crate::device::state::bridge_state::BridgeEvent;
+use crate::device::state::flags::Flags;
 use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::table::sockets::MessageEnd;
@@ -144,7 +145,7 @@ fn messages_behind_an_empty_message_are_sent_in_place() {
     let bridge = joined.lab.device.bridges.get_mut(key).unwrap();
     bridge.peer = BridgePeer::Socket { socket, ok: None };
     bridge.state.apply(BridgeEvent::Connected);
-    bridge.writable = true;
+    bridge.flags.insert(Flags::WRITABLE);
     let lengths = [0, 1000, 0, 0, 2000, 3000, 0];
     for len in lengths {
         joined.guest.send_message(HERE.port.get(), THERE, len);

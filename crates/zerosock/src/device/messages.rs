@@ -25,6 +25,7 @@ use super::outbound::HeldChain;
 use super::sibling;
 use super::state::bridge::{BridgePeer, Inbound};
 use super::state::bridge_state::BridgeEvent;
+use super::state::flags::Flags;
 use super::to_guest::{Fill, MAX_READ_BUFFERS};
 use super::{Context, Device, TURN_BYTES};
 use crate::device::state::messages::Sending;
@@ -138,7 +139,7 @@ impl Device {
             return self.end_for_want_of_memory(key, cx);
         }
         messages.inbound.push_back((len, ends));
-        bridge.readable = true;
+        bridge.set_readable();
         self.bridges.enqueue(key);
         self.update_bridge(key, cx);
     }
@@ -158,7 +159,7 @@ impl Device {
         for _ in 0..MAX_READ_BUFFERS {
             if messages.sending.is_none() {
                 let Some(&(left, ends)) = messages.inbound.front() else {
-                    bridge.readable = false;
+                    bridge.flags.remove(Flags::READABLE);
                     fill = Fill::Idle;
                     break;
                 };
@@ -170,7 +171,7 @@ impl Device {
                     }
                     // The guest has stopped receiving, which an event reports.
                     Err(_) => {
-                        bridge.no_credit = true;
+                        bridge.flags.insert(Flags::NO_CREDIT);
                         fill = Fill::Idle;
                         break;
                     }

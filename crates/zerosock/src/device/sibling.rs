@@ -9,6 +9,7 @@
 use super::outbound::copy_out;
 use super::state::bridge::{Bridge, BridgePeer, Inbound, SiblingPeer};
 use super::state::bridge_state::BridgeEvent;
+use super::state::flags::Flags;
 use super::{Context, Device};
 use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
@@ -309,7 +310,7 @@ impl Device {
         };
         bridge.peer = BridgePeer::Sibling(SiblingPeer::new(peer));
         bridge.state.apply(BridgeEvent::Connected);
-        bridge.writable = true;
+        bridge.flags.insert(Flags::WRITABLE);
         let _ = self.shard.accept(cx.now, to);
         self.log_flow(to, "connection opened");
     }
@@ -329,8 +330,7 @@ impl Device {
                 };
                 let peer = s.peer;
                 if bridge.state.reads() {
-                    bridge.readable = true;
-                    bridge.stop_waiting_for_bytes();
+                    bridge.set_readable();
                     if let Some(inbound) = self.bridges.push_inbound(key, inbound) {
                         send_back(peer, inbound, false, cx);
                     }
@@ -425,8 +425,7 @@ impl Device {
         if send {
             bridge.state.apply(BridgeEvent::HostFinished);
             // With nothing left to deliver, a read finds the end of the stream.
-            bridge.readable = true;
-            bridge.stop_waiting_for_bytes();
+            bridge.set_readable();
             self.bridges.enqueue(key);
         }
         if receive {

@@ -10,6 +10,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType as Sock
 
 use super::lab::Lab;
 use super::outbound::Outbound;
+use super::state::flags::Flags;
 use super::state::host::HostAccess;
 use super::*;
 use crate::device::host_sockets::HostSocket;
@@ -33,7 +34,7 @@ impl Lab {
         let (socket, ok) = (HostSocket::accepted(ours.into(), permit), None);
         bridge.peer = BridgePeer::Socket { socket, ok };
         bridge.outbound = Outbound::of_copies(vec![7; bytes]);
-        bridge.writable = true;
+        bridge.flags.insert(Flags::WRITABLE);
         let flow = bridge.flow.unwrap();
         assert!(device.linger(key, &mut cx), "bytes are left");
         device.flush(key, &mut cx);
@@ -84,7 +85,8 @@ fn lingering_socket_delivers_all_bytes_to_a_slow_reader() {
         lab.fire_at(now);
         let (device, mut cx) = lab.lend();
         cx.now = Instant::ZERO + now;
-        device.bridges.get_mut(key).unwrap().writable = true;
+        let bridge = device.bridges.get_mut(key).unwrap();
+        bridge.flags.insert(Flags::WRITABLE);
         device.flush(key, &mut cx);
     }
     let mut rest = Vec::new();

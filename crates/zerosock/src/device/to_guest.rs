@@ -10,6 +10,7 @@ use super::events::emit;
 use super::sibling as siblings;
 use super::state::bridge::{Bridge, BridgePeer, Inbound};
 use super::state::bridge_state::BridgeEvent;
+use super::state::flags::Flags;
 use super::{Context, Device, TURN_BYTES};
 use crate::table::outgoing::Outgoing;
 use arrayvec::ArrayVec;
@@ -152,7 +153,9 @@ impl Device {
                     let len = header.len();
                     self.too_long(key, len, cx);
                 }
-                Err(_) => bridge.no_credit = true,
+                Err(_) => {
+                    bridge.flags.insert(Flags::NO_CREDIT);
+                }
             }
             return Fill::Idle;
         }
@@ -164,7 +167,7 @@ impl Device {
             room,
         }) = buffer.pop()
         else {
-            bridge.no_credit = stop == Some(Fill::Idle);
+            bridge.flags.set(Flags::NO_CREDIT, stop == Some(Fill::Idle));
             return stop.unwrap_or(Fill::Idle);
         };
         let part: Vec<u8> = header.drain(..header.len().min(room)).collect();
@@ -188,7 +191,7 @@ impl Device {
             let bytes = rustix::io::ioctl_fionread(socket).unwrap_or(u64::MAX);
             let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
             if bytes > 0 && self.shard.should_delay(flow, bytes) {
-                (bridge.waits_for_bytes, bridge.no_credit) = (true, true);
+                bridge.flags.insert(Flags::FEW_BYTES);
                 return Fill::Idle;
             }
         }
@@ -202,7 +205,7 @@ impl Device {
             &mut buffers,
         );
         if buffers.is_empty() {
-            bridge.no_credit = stop == Some(Fill::Idle);
+            bridge.flags.set(Flags::NO_CREDIT, stop == Some(Fill::Idle));
             return stop.unwrap_or(Fill::Idle);
         }
         let memory = rx.queue.memory();
@@ -236,17 +239,15 @@ impl Device {
                 // After a short read the socket is empty, and new bytes cause an edge. Exceptions:
                 // the end of file follows and its edge was seen already; or the read stopped behind
                 // a passed descriptor, or at an urgent byte.
-                bridge.readable = bridge.state.has_host_finished() || cut || bridge.urgent;
-                if bridge.readable {
-                    Fill::More
-                } else {
-                    Fill::Idle
-                }
+                let more =
+                    bridge.state.has_host_finished() || cut || bridge.flags.has(Flags::URGENT);
+                bridge.flags.set(Flags::READABLE, more);
+                if more { Fill::More } else { Fill::Idle }
             }
             Ok(_) => Fill::More,
             Err(e) => match Errno::from_io_error(&e) {
                 Some(Errno::AGAIN) => {
-                    bridge.readable = false;
+                    bridge.flags.remove(Flags::READABLE);
                     Fill::Idle
                 }
                 Some(Errno::INTR) => Fill::More,
@@ -290,7 +291,7 @@ impl Device {
                 && !bridge.state.has_host_finished()
                 && self.shard.should_delay(flow, bytes)
             {
-                (bridge.waits_for_bytes, bridge.no_credit) = (true, true);
+                bridge.flags.insert(Flags::FEW_BYTES);
                 self.update_bridge(key, cx);
                 return Fill::Idle;
             }
@@ -298,7 +299,7 @@ impl Device {
         let mut fill = Fill::More;
         for _ in 0..MAX_READ_BUFFERS {
             let Some(front) = sibling.front() else {
-                bridge.readable = false;
+                bridge.flags.remove(Flags::READABLE);
                 fill = Fill::Idle;
                 break;
             };
@@ -306,7 +307,7 @@ impl Device {
             if let Some(stop) =
                 reserve_buffers(rx, &mut self.shard, flow, 1, TURN_BYTES, &mut buffer)
             {
-                bridge.no_credit = stop == Fill::Idle;
+                bridge.flags.set(Flags::NO_CREDIT, stop == Fill::Idle);
                 fill = stop;
                 break;
             }

@@ -18,6 +18,7 @@ use zerosock_sys::socket_path;
 
 use super::factory::{Member, Terms};
 use super::state::bridge::BridgePeer;
+use super::state::flags::Flags;
 use super::teardown::PART;
 use super::traffic::TrafficBoard;
 use super::{Shared, Worker};
@@ -619,7 +620,8 @@ fn connections_of_lost_memory_end_without_its_bytes() {
     let before = read_some(&mut program);
     // As for a bridge with bytes of the turn in which the memory has vanished.
     let key = 2 * PART as u32;
-    device.bridges.get_mut(key).unwrap().writable = true;
+    let bridge = device.bridges.get_mut(key).unwrap();
+    bridge.flags.insert(Flags::WRITABLE);
     device.flush(key, &mut cx);
     assert_eq!(read_some(&mut program), 0, "after {before} bytes");
     lab.settle();

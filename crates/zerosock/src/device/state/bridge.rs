@@ -10,6 +10,7 @@
 //! the bytes in flight, and the edges seen.
 
 use super::bridge_state::BridgeState;
+use super::flags::Flags;
 use super::forwarded::Forwarded;
 use super::messages::Messages;
 use super::zero_copy::ZeroCopySends;
@@ -241,29 +242,10 @@ pub(crate) struct Bridge {
     pub(crate) forwarded: Option<Box<Forwarded>>,
     /// How far the two directions are.
     pub(crate) state: BridgeState,
-    /// The socket may have bytes or an end of file (an edge was seen and not used up).
-    pub(crate) readable: bool,
-    /// The socket may take bytes.
-    pub(crate) writable: bool,
-    /// The poller reports when the socket can take bytes again.
-    pub(crate) watches_room: bool,
-    /// On the list of ready bridges.
-    pub(super) in_ready: bool,
-    /// On the list of dirty bridges.
-    pub(super) in_dirty: bool,
-    /// Waits for credit, which a `Writable` event of the shard reports.
-    pub(crate) no_credit: bool,
-    /// `no_credit` is set only because few bytes wait; more bytes clear it.
-    pub(crate) waits_for_bytes: bool,
+    /// What may be done, what is waited for, and the lists that it is on.
+    pub(crate) flags: Flags,
     /// Since when chains of the guest are held or lent without progress; `None`: none are.
     pub(crate) held_since: Option<Instant>,
-    /// A hold timer is set. It may expire after the chains that it was set for were returned.
-    pub(crate) hold_timer: bool,
-    /// A send failed with ENOBUFS or ENOMEM; no edge reports when memory is available.
-    pub(crate) no_memory: bool,
-    /// Reads go on until the socket is empty: the host sends urgent bytes, at which a read returns
-    /// early.
-    pub(crate) urgent: bool,
     /// Number of receive buffers that the next read fills.
     pub(crate) read_chains: u8,
     /// This bridge's part of the device's sums: chains held, lent or in flight, and overflow bytes.
@@ -283,17 +265,8 @@ impl Bridge {
             messages: None,
             forwarded: None,
             state: BridgeState::CONNECTING,
-            readable: false,
-            writable: false,
-            watches_room: false,
-            in_ready: false,
-            in_dirty: false,
-            no_credit: false,
-            waits_for_bytes: false,
+            flags: Flags::default(),
             held_since: None,
-            hold_timer: false,
-            no_memory: false,
-            urgent: false,
             read_chains: 1,
             counted: (0, 0),
             from_guest: 0,
@@ -329,18 +302,17 @@ impl Bridge {
         self.outbound.is_empty() && !self.has_sends_in_flight()
     }
 
-    /// Clears `waits_for_bytes`, because more bytes have arrived, perhaps enough to be sent.
+    /// Records that more bytes or an end of file have arrived for the guest, perhaps enough to be sent.
     #[inline]
-    pub(crate) fn stop_waiting_for_bytes(&mut self) {
-        if std::mem::take(&mut self.waits_for_bytes) {
-            self.no_credit = false;
-        }
+    pub(crate) fn set_readable(&mut self) {
+        self.flags.insert(Flags::READABLE);
+        self.flags.remove(Flags::FEW_BYTES);
     }
 
     /// Whether reading from the other end may bring something for the guest.
     pub(crate) fn may_read(&self) -> bool {
-        self.readable
-            && !self.no_credit
+        self.flags.has(Flags::READABLE)
+            && !self.flags.has(Flags::WAITS)
             && self.state.is_open()
             && self.state.reads()
             && self.flow.is_some()
@@ -388,6 +360,6 @@ mod tests {
     fn idle_bridge_is_small() {
         // A connection between two guests has two bridges and two flows: together at most 1 KiB. What
         // only connections by rule need is behind one pointer.
-        assert!(size_of::<Bridge>() <= 136, "{}", size_of::<Bridge>());
+        assert!(size_of::<Bridge>() <= 128, "{}", size_of::<Bridge>());
     }
 }

@@ -14,6 +14,7 @@ use zerosock_proto::vsock::FlowId;
 use zerosock_ring::{Chain, Memory};
 
 use super::bridge::{Bridge, BridgePeer, Inbound, InboundQueue};
+use super::flags::Flags;
 use crate::device::outbound::{HeldChain, OutboundQueue, Spares};
 
 /// The slab is freed when it is empty and its capacity exceeds this number.
@@ -112,10 +113,9 @@ impl Bridges {
     /// Removes a bridge, also from the lists and the sums.
     pub(crate) fn remove(&mut self, key: u32) -> Option<Bridge> {
         let mut bridge = self.all.try_remove(key as usize)?;
-        if std::mem::take(&mut bridge.in_ready) {
+        if bridge.flags.remove(Flags::IN_READY) {
             self.count_stale_ready();
         }
-        bridge.in_dirty = false;
         let (chains, bytes) = std::mem::take(&mut bridge.counted);
         self.stalled_chains -= chains as usize;
         self.overflow_bytes -= bytes as usize;
@@ -130,7 +130,7 @@ impl Bridges {
     pub(crate) fn enqueue(&mut self, key: u32) {
         if let Some(bridge) = self.all.get_mut(key as usize)
             && bridge.may_read()
-            && !std::mem::replace(&mut bridge.in_ready, true)
+            && bridge.flags.insert(Flags::IN_READY)
         {
             self.ready.push_back(key);
         }
@@ -144,7 +144,7 @@ impl Bridges {
             *budget -= 1;
             // A stale entry is that of an earlier bridge with this key.
             if let Some(bridge) = self.all.get_mut(key as usize)
-                && std::mem::take(&mut bridge.in_ready)
+                && bridge.flags.remove(Flags::IN_READY)
                 && bridge.may_read()
             {
                 return Some(key);
@@ -156,7 +156,7 @@ impl Bridges {
     /// Returns a bridge to the front of the ready list: the guest has no buffer.
     pub(crate) fn unpop_ready(&mut self, key: u32) {
         if let Some(bridge) = self.all.get_mut(key as usize)
-            && !std::mem::replace(&mut bridge.in_ready, true)
+            && bridge.flags.insert(Flags::IN_READY)
         {
             self.ready.push_front(key);
         }
@@ -188,11 +188,11 @@ impl Bridges {
             let bridges = &mut self.all;
             self.ready.retain(|&key| {
                 let bridge = bridges.get_mut(key as usize);
-                bridge.is_some_and(|bridge| std::mem::take(&mut bridge.in_ready))
+                bridge.is_some_and(|bridge| bridge.flags.remove(Flags::IN_READY))
             });
             for &key in &self.ready {
                 if let Some(bridge) = bridges.get_mut(key as usize) {
-                    bridge.in_ready = true;
+                    bridge.flags.insert(Flags::IN_READY);
                 }
             }
         }
@@ -211,11 +211,15 @@ impl Bridges {
         let Some(bridge) = self.all.get_mut(key as usize) else {
             return Some(held.chain);
         };
-        if !std::mem::replace(&mut bridge.in_dirty, true) {
+        if bridge.flags.insert(Flags::IN_DIRTY) {
             self.dirty.push_back(key);
         }
         // During a turn every chain may be held: the flush at its end applies the bounds.
-        let share = if bridge.writable { usize::MAX } else { share };
+        let share = if bridge.flags.has(Flags::WRITABLE) {
+            usize::MAX
+        } else {
+            share
+        };
         let spares = &mut self.spare_outbound;
         bridge.outbound.push(memory, held, share, spares)
     }
@@ -232,7 +236,7 @@ impl Bridges {
     #[inline]
     pub(crate) fn mark_dirty(&mut self, key: u32) {
         if let Some(bridge) = self.all.get_mut(key as usize)
-            && !std::mem::replace(&mut bridge.in_dirty, true)
+            && bridge.flags.insert(Flags::IN_DIRTY)
         {
             self.dirty.push_back(key);
         }
@@ -244,7 +248,7 @@ impl Bridges {
         loop {
             let key = self.dirty.pop_front()?;
             if let Some(bridge) = self.all.get_mut(key as usize)
-                && std::mem::take(&mut bridge.in_dirty)
+                && bridge.flags.remove(Flags::IN_DIRTY)
             {
                 return Some(key);
             }
@@ -355,7 +359,7 @@ mod tests {
             let sibling = SiblingPeer::new(Peer { device, flow });
             let mut bridge = Bridge::new(flow, BridgePeer::Sibling(sibling));
             bridge.state.apply(BridgeEvent::Connected);
-            bridge.readable = true;
+            bridge.flags.insert(Flags::READABLE);
             self.bridges.insert(bridge)
         }
 
@@ -388,9 +392,9 @@ mod tests {
                 if let Some(flow) = bridge.flow {
                     assert_eq!(all.key_of(flow), Some(key));
                 }
-                assert!(!bridge.in_ready || all.ready.contains(&key));
-                assert!(!bridge.in_dirty || all.dirty.contains(&key));
-                listed += usize::from(bridge.in_ready);
+                assert!(!bridge.flags.has(Flags::IN_READY) || all.ready.contains(&key));
+                assert!(!bridge.flags.has(Flags::IN_DIRTY) || all.dirty.contains(&key));
+                listed += usize::from(bridge.flags.has(Flags::IN_READY));
                 sums.0 += bridge.counted.0 as usize;
                 sums.1 += bridge.counted.1 as usize;
             }

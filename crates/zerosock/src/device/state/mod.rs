@@ -5,9 +5,11 @@ pub(crate) mod app;
 pub(crate) mod associations;
 pub(crate) mod backlogs;
 pub(crate) mod bridge;
+
 pub(crate) mod bridge_state;
 pub(crate) mod bridges;
 pub(crate) mod datagrams;
+pub(crate) mod flags;
 pub(crate) mod forwarded;
 pub(crate) mod guest_backlogs;
 pub(crate) mod host;

@@ -18,7 +18,7 @@ use zerosock_vhost_user::{Control, DeviceCommand, DeviceModel, FrontendSocket, R
 use zerosock_virtio::command::{self, VirtioDevice};
 use zerosock_virtio::device::{Context, Event, Message, WorkerDevice};
 use zerosock_virtio::mailbox::{Mailbox, Sender};
-use zerosock_virtio::outbox::DeviceAddr;
+use zerosock_virtio::outbox::{DeviceAddr, Outbox};
 use zerosock_virtio::queues::{QueueSet, Quiesced, Scope};
 use zerosock_virtio::ring::Ring;
 use zerosock_virtio::worker::{Worker, WorkerMessage, WorkerPort};
@@ -86,7 +86,7 @@ impl WorkerDevice for Entropy {
         match message {}
     }
 
-    fn undeliverable(message: Never, _: &mut Context<'_, Self>) {
+    fn undeliverable(message: Never, _: &mut Outbox<Never>) {
         match message {}
     }
 

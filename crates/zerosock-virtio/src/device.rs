@@ -59,7 +59,7 @@ pub trait WorkerDevice: Sized {
     fn on_message(&mut self, message: Self::Message, cx: &mut Context<'_, Self>);
 
     /// Answers a message to a device that does not exist any more.
-    fn undeliverable(message: Self::Message, cx: &mut Context<'_, Self>);
+    fn undeliverable(message: Self::Message, outbox: &mut Outbox<Self::Message>);
 
     /// Carries out a command of the VMM. The answer may come later. A turn follows. A device without a
     /// VMM has none: a reply that is dropped answers Failed.

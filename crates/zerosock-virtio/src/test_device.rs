@@ -5,7 +5,7 @@ use zerosock_vhost_user::{DeviceCommand, Reply};
 
 use crate::command::{self, VirtioDevice};
 use crate::device::{Context, Event, Message, WorkerDevice};
-use crate::outbox::DeviceAddr;
+use crate::outbox::{DeviceAddr, Outbox};
 use crate::queues::{QueueSet, Quiesced, Scope};
 use crate::ring::Ring;
 
@@ -71,7 +71,7 @@ impl TestDevice {
 }
 
 impl WorkerDevice for TestDevice {
-    /// The bytes of the messages received, and those to devices that do not exist.
+    /// The bytes of the messages received, and a number that a test changes.
     type Shared = (Vec<usize>, usize);
     type Message = Note;
 
@@ -90,8 +90,10 @@ impl WorkerDevice for TestDevice {
         }
     }
 
-    fn undeliverable(_: Note, cx: &mut Context<'_, Self>) {
-        cx.shared.1 += 1;
+    /// Returns the message to the first device.
+    fn undeliverable(message: Note, outbox: &mut Outbox<Note>) {
+        let (worker, number) = (0, 0);
+        outbox.send(DeviceAddr { worker, number }, message);
     }
 
     fn command(&mut self, command: DeviceCommand, reply: Reply, cx: &mut Context<'_, Self>) {

@@ -34,7 +34,7 @@ use zerosock_vhost_user::{DeviceCommand, Reply};
 use zerosock_virtio::command::{self, VirtioDevice};
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::device::{Context, Event, WorkerDevice};
-use zerosock_virtio::outbox::DeviceAddr;
+use zerosock_virtio::outbox::{DeviceAddr, Outbox};
 use zerosock_virtio::poller::{EventKind, Interest, Token};
 use zerosock_virtio::queues::{QueueSet, Quiesced, Rings, Scope};
 use zerosock_virtio::ring::Ring;
@@ -438,8 +438,8 @@ impl<B: Backend> WorkerDevice for Device<B> {
         self.backend.finish_turn(cx.now, cx.outbox, &mut self.tally);
     }
 
-    fn undeliverable(message: B::Message, cx: &mut Context<'_, Self>) {
-        B::undeliverable(message, cx.outbox);
+    fn undeliverable(message: B::Message, outbox: &mut Outbox<B::Message>) {
+        B::undeliverable(message, outbox);
     }
 
     fn command(&mut self, command: DeviceCommand, reply: Reply, cx: &mut Context<'_, Self>) {

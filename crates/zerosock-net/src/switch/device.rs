@@ -5,7 +5,7 @@ use std::io;
 use zerosock_proto::Instant;
 use zerosock_vhost_user::{DeviceCommand, Reply};
 use zerosock_virtio::device::{Context, Event, WorkerDevice};
-use zerosock_virtio::outbox::DeviceAddr;
+use zerosock_virtio::outbox::{DeviceAddr, Outbox};
 
 use super::frames::PortMessage;
 use super::port::{SwitchPort, undeliverable};
@@ -52,8 +52,8 @@ impl<B: Backend<Message = Never>> WorkerDevice for SwitchDevice<B> {
         either!(self, device => device.on_message(message, &mut cx.of()));
     }
 
-    fn undeliverable(message: PortMessage, cx: &mut Context<'_, Self>) {
-        undeliverable(message, cx.outbox);
+    fn undeliverable(message: PortMessage, outbox: &mut Outbox<PortMessage>) {
+        undeliverable(message, outbox);
     }
 
     fn command(&mut self, command: DeviceCommand, reply: Reply, cx: &mut Context<'_, Self>) {

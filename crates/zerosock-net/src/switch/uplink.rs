@@ -311,8 +311,8 @@ impl<B: Backend<Message = Never>> WorkerDevice for Uplink<B> {
         self.finish(cx.outbox);
     }
 
-    fn undeliverable(message: PortMessage, cx: &mut Context<'_, Self>) {
-        undeliverable(message, cx.outbox);
+    fn undeliverable(message: PortMessage, outbox: &mut Outbox<PortMessage>) {
+        undeliverable(message, outbox);
     }
 
     fn turn(&mut self, cx: &mut Context<'_, Self>) -> bool {

@@ -24,7 +24,7 @@ use zerosock_proto::Instant;
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::device::{self, Event, WorkerDevice};
 use zerosock_virtio::mailbox::Sender;
-use zerosock_virtio::outbox::DeviceAddr;
+use zerosock_virtio::outbox::{DeviceAddr, Outbox};
 use zerosock_virtio::poller::{EventKind, Interest, Readiness, Token};
 use zerosock_virtio::worker::WorkerMessage;
 
@@ -451,9 +451,9 @@ impl WorkerDevice for RelayDevice {
         }
     }
 
-    fn undeliverable(message: Message, cx: &mut Context<'_>) {
+    fn undeliverable(message: Message, _: &mut Outbox<Message>) {
         // The relay ends: dropping the message closes its socket.
-        let _ = (message, cx);
+        drop(message);
     }
 
     fn turn(&mut self, cx: &mut Context<'_>) -> bool {

@@ -40,7 +40,7 @@ impl<D: WorkerDevice> Worker<D> {
                 device.end_call(cx.shared);
                 self.activate(number);
             }
-            (None, mut cx) => D::undeliverable(message, &mut cx),
+            (None, cx) => D::undeliverable(message, cx.outbox),
         }
     }
 

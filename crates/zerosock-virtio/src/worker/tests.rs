@@ -177,12 +177,13 @@ fn the_receiver_of_a_message_has_its_turn_in_the_same_step() {
 #[test]
 fn a_message_to_a_device_that_was_removed_is_answered() {
     let (sender, mut worker) = worker();
+    worker.add(TestDevice::new(0));
     let message = Note::Number(1);
     sender
         .send(WorkerMessage::Device { number: 5, message })
         .unwrap();
     assert!(worker.step(None).unwrap());
-    assert_eq!(worker.shared.1, 1);
+    assert_eq!(calls(&mut worker, 0), [Call::Note(1), Call::Turn]);
 }
 
 #[test]

@@ -16,7 +16,7 @@ use zerosock_vhost_user::{DeviceCommand, Reply};
 use zerosock_virtio::command::{self, VirtioDevice};
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::device::{Event, Message, WorkerDevice};
-use zerosock_virtio::outbox::DeviceAddr;
+use zerosock_virtio::outbox::{DeviceAddr, Outbox};
 use zerosock_virtio::poller::EventKind;
 use zerosock_virtio::queues::{QueueSet, Quiesced, Rings, Scope};
 use zerosock_virtio::ring::Ring;
@@ -107,9 +107,9 @@ impl WorkerDevice for Device {
         self.handle_sibling_message(message, cx);
     }
 
-    fn undeliverable(message: SiblingMessage, cx: &mut Context<'_>) {
+    fn undeliverable(message: SiblingMessage, outbox: &mut Outbox<SiblingMessage>) {
         if let Some((to, answer)) = message.undeliverable() {
-            cx.outbox.send(to, answer);
+            outbox.send(to, answer);
         }
     }
 

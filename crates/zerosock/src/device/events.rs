@@ -6,7 +6,6 @@ use super::state::bridge::BridgePeer;
 use super::state::bridge_state::{BridgeAction, BridgeEvent};
 use super::state::flags::Flags;
 use super::state::timers::Timer;
-use super::zero_copy::{read_reports, return_reported};
 use super::{Context, Device};
 use crate::device::host_sockets::{self, hybrid};
 use crate::device::state::peer::Peer;
@@ -213,8 +212,7 @@ impl Device {
         };
         // After the guest's SHUTDOWN, its last bytes are still delivered. A reset in the middle of
         // its stream drops the bytes in flight, as a kernel would.
-        read_reports(bridge, cx);
-        return_reported(&mut self.queues.rings.tx, &mut bridge.forwarded);
+        bridge.read_reports(&mut self.queues.rings.tx, cx);
         let finished =
             bridge.state.has_guest_finished() || (orderly && bridge.has_sends_in_flight());
         if finished && self.linger(key, cx) {

@@ -14,7 +14,7 @@ use super::state::bridge_state::{BridgeAction, BridgeEvent};
 use super::state::flags::Flags;
 use super::state::timers::{Timer, Timers};
 use super::virtio::BRIDGE;
-use super::zero_copy::{complete_or_keep, sends_of, slow_from};
+use super::zero_copy::{sends_of, slow_from};
 use super::{Context, Device};
 use crate::device::host_sockets;
 use crate::device::state::peer::Peer;
@@ -124,12 +124,7 @@ impl Device {
                     }
                     if held {
                         cx.shared.counters.in_place_bytes.add(bytes as u64);
-                        let (tx, forwarded) = (&mut self.queues.rings.tx, &mut bridge.forwarded);
-                        bridge
-                            .outbound
-                            .advance_held(bytes, zero_copy, |chain, sent| {
-                                complete_or_keep(tx, forwarded, chain, sent);
-                            });
+                        bridge.advance_held(bytes, zero_copy, &mut self.queues.rings.tx);
                     } else {
                         bridge.outbound.advance_overflow(bytes);
                     }
@@ -188,10 +183,7 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
-        let (tx, forwarded) = (&mut self.queues.rings.tx, &mut bridge.forwarded);
-        bridge
-            .outbound
-            .clear(|chain, sent| complete_or_keep(tx, forwarded, chain, sent));
+        bridge.clear_outbound(&mut self.queues.rings.tx);
         self.on_bridge_event(key, BridgeEvent::HostStopped, cx);
     }
 
@@ -299,18 +291,10 @@ impl Device {
 
     /// Copies out the chains that a bridge holds, except the first `keep`.
     pub(super) fn spill(&mut self, key: u32, keep: usize, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key) else {
-            return;
-        };
-        let Some(tx) = &self.queues.rings.tx else {
-            return;
-        };
-        let memory = tx.queue.memory().clone();
-        let (tx, forwarded) = (&mut self.queues.rings.tx, &mut bridge.forwarded);
-        let copied = bridge.outbound.spill(&memory, keep, |chain, sent| {
-            complete_or_keep(tx, forwarded, chain, sent);
-        });
-        cx.shared.counters.copied_bytes.add(copied as u64);
+        if let Some(bridge) = self.bridges.get_mut(key) {
+            let copied = bridge.spill(keep, &mut self.queues.rings.tx);
+            cx.shared.counters.copied_bytes.add(copied as u64);
+        }
     }
 
     /// Resets a connection after an allocation for its bytes failed.

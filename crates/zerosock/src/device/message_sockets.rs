@@ -121,12 +121,7 @@ impl Device {
                     empty += u16::from(len == 0);
                     if held {
                         cx.shared.counters.in_place_bytes.add(len as u64);
-                        let tx = &mut self.queues.rings.tx;
-                        bridge.outbound.advance_held(len, false, |chain, _| {
-                            if let Some(tx) = tx {
-                                tx.complete(chain, 0);
-                            }
-                        });
+                        bridge.advance_held(len, false, &mut self.queues.rings.tx);
                     } else {
                         bridge.outbound.advance_overflow(len);
                     }
@@ -177,12 +172,7 @@ impl Device {
         }
         messages.incomplete = 0;
         let bytes = bridge.outbound.len();
-        let tx = &mut self.queues.rings.tx;
-        bridge.outbound.clear(|chain, _| {
-            if let Some(tx) = tx {
-                tx.complete(chain, 0);
-            }
-        });
+        bridge.clear_outbound(&mut self.queues.rings.tx);
         bytes
     }
 

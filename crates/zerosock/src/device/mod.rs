@@ -94,7 +94,6 @@ pub(crate) use state::turn_budget::TURN_BYTES;
 pub(crate) use state::{
     Context, Device, EVENT, Limits, RX, Shared, TX, VsockRings, Worker, WorkerMessage,
 };
-use zero_copy::{complete_or_keep, end_sends, return_reported};
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_vhost_user::FrontendLink;
@@ -223,12 +222,7 @@ impl Device {
         if bridge.flow.is_none() {
             self.lingering.stop(key, &mut self.timers);
         }
-        end_sends(&mut bridge, cx);
-        let (tx, forwarded) = (&mut self.queues.rings.tx, &mut bridge.forwarded);
-        bridge
-            .outbound
-            .clear(|chain, sent| complete_or_keep(tx, forwarded, chain, sent));
-        return_reported(tx, forwarded);
+        bridge.return_chains(&mut self.queues.rings.tx, cx);
         if let BridgePeer::Sibling(sibling) = &mut bridge.peer {
             sibling::return_inbound(sibling, false, cx);
         }

@@ -12,7 +12,6 @@ use zerosock_virtio::ring::Ring;
 
 use super::events::GONE;
 use super::state::teardown::Teardown;
-use super::zero_copy::{read_reports, return_reported};
 use super::{Context, Device};
 
 /// Connections that end in one turn, which takes about two milliseconds.
@@ -94,8 +93,7 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
-        read_reports(bridge, cx);
-        return_reported(&mut self.queues.rings.tx, &mut bridge.forwarded);
+        bridge.read_reports(&mut self.queues.rings.tx, cx);
         if bridge.has_sends_in_flight() {
             if !stopped || !self.linger_without_ring(key, cx) {
                 self.end_bridge(key, cx);

@@ -38,7 +38,7 @@ pub(super) fn slow_from(cx: &Context<'_>) -> Duration {
     cx.shared.limits.hold / 2
 }
 
-/// The zero-copy sends of a bridge, if it may make any.
+/// The zero-copy sends of a connection by rule, if it may make any.
 pub(super) fn sends_of(forwarded: &mut Option<Box<Forwarded>>) -> Option<&mut ZeroCopySends> {
     forwarded.as_mut()?.zero_copy.as_mut()
 }
@@ -46,7 +46,7 @@ pub(super) fn sends_of(forwarded: &mut Option<Box<Forwarded>>) -> Option<&mut Ze
 /// Gives a chain that is used up back to the driver, or keeps it until the sends in flight were
 /// reported if they have taken bytes of it.
 #[inline(always)] // saves a copy of the chain
-pub(super) fn complete_or_keep(
+fn complete_or_keep(
     tx: &mut Option<Ring>,
     forwarded: &mut Option<Box<Forwarded>>,
     chain: Chain,
@@ -54,47 +54,80 @@ pub(super) fn complete_or_keep(
 ) {
     match sends_of(forwarded).filter(|sends| sent && sends.in_flight()) {
         Some(sends) => sends.keep(chain),
-        None => {
-            if let Some(tx) = tx {
-                tx.complete(chain, 0);
+        None => complete(tx, chain),
+    }
+}
+
+fn complete(tx: &mut Option<Ring>, chain: Chain) {
+    if let Some(tx) = tx {
+        tx.complete(chain, 0);
+    }
+}
+
+/// What a bridge does with the chains that it holds of `tx`.
+impl Bridge {
+    /// The zero-copy sends, if the bridge may make any.
+    pub(super) fn sends(&mut self) -> Option<&mut ZeroCopySends> {
+        sends_of(&mut self.forwarded)
+    }
+
+    /// Advances behind bytes of held chains that were sent.
+    #[inline]
+    pub(super) fn advance_held(&mut self, bytes: usize, zero_copy: bool, tx: &mut Option<Ring>) {
+        let forwarded = &mut self.forwarded;
+        self.outbound.advance_held(bytes, zero_copy, |chain, sent| {
+            complete_or_keep(tx, forwarded, chain, sent);
+        });
+    }
+
+    /// Copies out the held chains except the first `keep`. Returns how many bytes were copied.
+    pub(super) fn spill(&mut self, keep: usize, tx: &mut Option<Ring>) -> usize {
+        let Some(memory) = tx.as_ref().map(|tx| tx.queue.memory().clone()) else {
+            return 0;
+        };
+        let forwarded = &mut self.forwarded;
+        self.outbound.spill(&memory, keep, |chain, sent| {
+            complete_or_keep(tx, forwarded, chain, sent);
+        })
+    }
+
+    /// Drops all bytes of the guest.
+    pub(super) fn clear_outbound(&mut self, tx: &mut Option<Ring>) {
+        let forwarded = &mut self.forwarded;
+        self.outbound
+            .clear(|chain, sent| complete_or_keep(tx, forwarded, chain, sent));
+    }
+
+    /// Reads the reports of sends in flight, and gives the chains back that the kernel does not read any
+    /// more.
+    pub(super) fn read_reports(&mut self, tx: &mut Option<Ring>, cx: &Context<'_>) {
+        let (BridgePeer::Socket { socket, .. }, Some(sends)) =
+            (&self.peer, sends_of(&mut self.forwarded))
+        else {
+            return;
+        };
+        if sends.in_flight() {
+            let (now, slow_from) = (cx.now, slow_from(cx));
+            // Does not fail for a socket without other readers.
+            let _ = notifications::read(socket, |range| sends.reported(range, now, slow_from));
+        }
+        while let Some(chain) = sends.pop() {
+            complete(tx, chain);
+        }
+    }
+
+    /// Gives all chains of a bridge that was removed back. If sends are in flight, its socket, which is
+    /// closed before the driver sees that, resets the connection.
+    pub(super) fn return_chains(&mut self, tx: &mut Option<Ring>, cx: &Context<'_>) {
+        self.read_reports(tx, cx);
+        if self.has_sends_in_flight() {
+            abort(self);
+            if let Some(sends) = self.sends() {
+                sends.forget();
             }
+            self.read_reports(tx, cx);
         }
-    }
-}
-
-/// Gives the chains back that the kernel does not read any more.
-pub(super) fn return_reported(tx: &mut Option<Ring>, forwarded: &mut Option<Box<Forwarded>>) {
-    let Some(sends) = sends_of(forwarded) else {
-        return;
-    };
-    while let Some(chain) = sends.pop() {
-        if let Some(tx) = tx {
-            tx.complete(chain, 0);
-        }
-    }
-}
-
-/// Ends the sends in flight of a bridge that was removed: its socket, which is closed before the driver
-/// sees that its chains are back, resets the connection.
-pub(super) fn end_sends(bridge: &mut Bridge, cx: &Context<'_>) {
-    read_reports(bridge, cx);
-    if bridge.has_sends_in_flight() {
-        abort(bridge);
-        if let Some(sends) = sends_of(&mut bridge.forwarded) {
-            sends.forget();
-        }
-    }
-}
-
-/// Reads the reports of a bridge that has sends in flight.
-pub(super) fn read_reports(bridge: &mut Bridge, cx: &Context<'_>) {
-    let BridgePeer::Socket { socket, .. } = &bridge.peer else {
-        return;
-    };
-    if let Some(sends) = sends_of(&mut bridge.forwarded).filter(|sends| sends.in_flight()) {
-        let (now, slow_from) = (cx.now, slow_from(cx));
-        // Does not fail for a socket without other readers.
-        let _ = notifications::read(socket, |range| sends.reported(range, now, slow_from));
+        self.clear_outbound(tx);
     }
 }
 
@@ -110,12 +143,11 @@ impl Device {
         let Some(bridge) = self.bridges.get_mut(key) else {
             return readiness;
         };
-        let numbered = sends_of(&mut bridge.forwarded).is_some_and(|sends| sends.numbered);
+        let numbered = bridge.sends().is_some_and(|sends| sends.numbered);
         if !numbered || !readiness.has_error() {
             return readiness;
         }
-        read_reports(bridge, cx);
-        return_reported(&mut self.queues.rings.tx, &mut bridge.forwarded);
+        bridge.read_reports(&mut self.queues.rings.tx, cx);
         if bridge.flow.is_none() {
             self.lingering.note_progress(key, cx.now);
         }
@@ -139,7 +171,7 @@ impl Device {
             return false;
         };
         let ended = bridge.state.has_guest_finished();
-        let Some(sends) = sends_of(&mut bridge.forwarded).filter(|_| ended) else {
+        let Some(sends) = bridge.sends().filter(|_| ended) else {
             return false;
         };
         let at = cx.now + wait(cx);

@@ -4,8 +4,8 @@
 //!
 //! - An allocation in a size that a peer chooses, and that can exceed 64 KiB (the largest payload
 //!   of a packet), uses the `try_reserve` family, and so do lists of a connection whose length a
-//!   peer chooses. If it fails, that peer loses its connection, its datagram, its request or its
-//!   device, and the process continues.
+//!   peer chooses, and the maps from flows to their connections. If it fails, that peer loses its
+//!   connection, its datagram, its request or its device, and the process continues.
 //! - Other allocations abort the process on failure as usual in Rust: smaller ones, those in a size
 //!   that the embedding program chooses, the lists of all connections of a device, and the queues
 //!   of messages between devices, to which each turn of a device adds a bounded number.

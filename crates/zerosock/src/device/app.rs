@@ -150,12 +150,18 @@ impl Device {
         socket_type: SocketType,
         cx: &mut Context<'_>,
     ) -> bool {
+        let app = cx.shared.app.as_deref();
+        if !app.is_some_and(|app| app.listeners.contains(local.port)) {
+            return false;
+        }
+        if self.app.flows.reserve(flow).is_err() {
+            cx.shared.counters.refuse(RefusalCause::Limit);
+            self.reset_without_memory(flow, cx);
+            return true;
+        }
         let Some(app) = cx.shared.app.as_deref_mut() else {
             return false;
         };
-        if !app.listeners.contains(local.port) {
-            return false;
-        }
         let admitted = app.listeners.admit(local.port, socket_type);
         if admitted.is_err() || self.shard.accept(cx.now, flow).is_err() {
             let ended = (RefusalCause::Other, "the request has ended");
@@ -201,6 +207,10 @@ impl Device {
             .shard
             .connect(cx.now, local, to, socket_type)
             .inspect_err(|&error| cx.shared.counters.refuse(error.into()))?;
+        if self.app.flows.reserve(flow).is_err() {
+            self.reset_without_memory(flow, cx);
+            return Err(ConnectError::TooManyConnections);
+        }
         self.log_flow(flow, "connection requested");
         let local = self.shard.flow(flow).map_or(local, |info| info.local);
         let Some(app) = cx.shared.app.as_deref_mut() else {

@@ -143,6 +143,9 @@ impl Device {
         }
         match self.shard.connect(cx.now, local, peer, caller.socket_type) {
             Ok(flow) => {
+                if !self.reserve_bridge(flow, cx) {
+                    return None;
+                }
                 self.log_flow(flow, "connection requested");
                 Some(flow)
             }

@@ -11,9 +11,10 @@ use crate::device::host_sockets::{self, hybrid};
 use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::header;
-use zerosock_proto::Cid;
+use crate::stats::RefusalCause;
 use zerosock_proto::vsock::{Event, FlowId, RefuseReason};
-use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
+use zerosock_proto::wire::vsock::{HEADER_LEN, Repr, SocketType};
+use zerosock_proto::{Address, Cid};
 use zerosock_ring::Chain;
 use zerosock_virtio::ring::Ring;
 
@@ -45,26 +46,7 @@ impl Device {
                 local,
                 peer,
                 socket_type,
-            } => {
-                if local.cid != Cid::HOST {
-                    self.ask_sibling(flow, local, peer, socket_type, cx);
-                } else if let Err(denial) = cx.shared.routes.admit(self.cid, local) {
-                    self.deny(peer, local, denial, cx);
-                    let _ = self.shard.reject(flow);
-                } else if self.app_incoming(flow, local, peer, socket_type, cx) {
-                } else if cx.shared.routes.service(local.port).is_some() {
-                    self.ask_sibling(flow, local, peer, socket_type, cx);
-                } else if let Some(rule) =
-                    cx.shared
-                        .routes
-                        .forward_rule(self.cid, local.port, socket_type)
-                {
-                    let rule = rule.clone();
-                    self.forward_connect(flow, peer, local.port, &rule, cx);
-                } else {
-                    self.guest_connects(flow, local.port, cx);
-                }
-            }
+            } => self.guest_requests(flow, local, peer, socket_type, cx),
             Event::Connected { flow } => self.guest_accepted(flow, cx),
             Event::Refused { flow, reason } => self.connect_refused(flow, reason, cx),
             Event::PeerShutdown {
@@ -83,6 +65,42 @@ impl Device {
                 }
             }
             Event::Closed { flow, reason } => self.guest_closed(flow, reason.is_orderly(), cx),
+        }
+    }
+
+    /// The guest requests a connection.
+    fn guest_requests(
+        &mut self,
+        flow: FlowId,
+        local: Address,
+        peer: Address,
+        socket_type: SocketType,
+        cx: &mut Context<'_>,
+    ) {
+        if local.cid == Cid::HOST {
+            if let Err(denial) = cx.shared.routes.admit(self.cid, local) {
+                self.deny(peer, local, denial, cx);
+                let _ = self.shard.reject(flow);
+                return;
+            }
+            if self.app_incoming(flow, local, peer, socket_type, cx) {
+                return;
+            }
+        }
+        if !self.reserve_bridge(flow, cx) {
+            cx.shared.counters.refuse(RefusalCause::Limit);
+            return;
+        }
+        let routes = &cx.shared.routes;
+        if local.cid != Cid::HOST || routes.service(local.port).is_some() {
+            return self.ask_sibling(flow, local, peer, socket_type, cx);
+        }
+        match routes
+            .forward_rule(self.cid, local.port, socket_type)
+            .cloned()
+        {
+            Some(rule) => self.forward_connect(flow, peer, local.port, &rule, cx),
+            None => self.guest_connects(flow, local.port, cx),
         }
     }
 

@@ -87,6 +87,7 @@ impl Lab {
         let peer = Address::new(Cid::new(3), Port::new(1));
         let stream = zerosock_proto::wire::vsock::SocketType::Stream;
         let flow = device.shard.connect(cx.now, local, peer, stream).unwrap();
+        assert!(device.reserve_bridge(flow, &cx));
         let key = device.add_bridge(flow, BridgePeer::Asked(None), &cx);
         let bridge = device.bridges.get_mut(key).unwrap();
         bridge.state.apply(BridgeEvent::Connected);

@@ -185,6 +185,23 @@ impl Device {
         self.bridges.insert(bridge)
     }
 
+    /// Makes room for the bridge of a new flow. Without memory for it, the flow is reset.
+    fn reserve_bridge(&mut self, flow: FlowId, cx: &Context<'_>) -> bool {
+        let is_reserved = self.bridges.reserve(flow).is_ok();
+        if !is_reserved {
+            self.reset_without_memory(flow, cx);
+        }
+        is_reserved
+    }
+
+    /// Resets a new flow for whose connection there is no memory.
+    #[cold]
+    fn reset_without_memory(&mut self, flow: FlowId, cx: &Context<'_>) {
+        cx.shared.counters.no_memory.add(1);
+        self.warn("connection refused: out of memory for the table of connections");
+        let _ = self.shard.reset(flow);
+    }
+
     /// Removes a bridge: completes its chains, closes its socket and updates the sums. The flow in
     /// the protocol core is left to the caller.
     fn remove_bridge(&mut self, key: u32, cx: &mut Context<'_>) -> Option<Bridge> {

@@ -285,7 +285,8 @@ impl Device {
         }
         let running = self.accepts_requests();
         let flow = running.then(|| self.shard.connect(cx.now, local, peer, socket_type));
-        let Some(Ok(flow)) = flow else {
+        let flow = flow.and_then(Result::ok);
+        let Some(flow) = flow.filter(|&flow| self.reserve_bridge(flow, cx)) else {
             return cx
                 .outbox
                 .send(from.device, SiblingMessage::Refused { to: from.flow });

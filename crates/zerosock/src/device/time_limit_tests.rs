@@ -128,6 +128,7 @@ fn before_full_listener(connections: usize) -> (Lab, tempfile::TempDir, UnixList
             .shard
             .connect(cx.now, local, peer, SocketType::Stream);
         let flow = flow.unwrap();
+        assert!(device.reserve_bridge(flow, &cx));
         device.guest_connects(flow, Port::new(9), &mut cx);
         keys.push(device.bridges.key_of(flow).unwrap());
     }

@@ -186,7 +186,9 @@ impl Harness {
         let peer = Address::new(device.cid, Port::new(1));
         for _ in 0..count {
             let flow = device.shard.connect(now, local, peer, SocketType::Stream);
-            device.add_bridge(flow.unwrap(), BridgePeer::Asked(None), &cx);
+            let flow = flow.unwrap();
+            assert!(device.reserve_bridge(flow, &cx));
+            device.add_bridge(flow, BridgePeer::Asked(None), &cx);
         }
     }
 

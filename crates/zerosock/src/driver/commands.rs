@@ -40,8 +40,13 @@ impl Driver {
             cid: self.cid,
             port,
         };
-        let shard = &mut self.store.queue_pairs[queue_pair].shard;
+        let pair = &mut self.store.queue_pairs[queue_pair];
+        let shard = &mut pair.shard;
         let flow = shard.connect(now, local, peer, socket_type)?;
+        if pair.flows.reserve(flow).is_err() {
+            let _ = shard.reset(flow);
+            return Err(ConnectError::TooManyConnections);
+        }
         let local = shard.flow(flow).map_or(local, |info| info.local);
         let state = StreamState::Connecting;
         let stream = self

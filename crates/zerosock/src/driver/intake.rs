@@ -420,9 +420,11 @@ impl Driver {
         peer: Address,
         socket_type: SocketType,
     ) {
-        let Ok(buffer) = self.listeners.admit(local.port, socket_type) else {
+        let admitted = self.listeners.admit(local.port, socket_type);
+        let pair = &mut self.store.queue_pairs[queue_pair];
+        let (Ok(buffer), Ok(())) = (admitted, pair.flows.reserve(flow)) else {
             // Fails only for a flow that has ended.
-            let _ = self.store.queue_pairs[queue_pair].shard.reject(flow);
+            let _ = pair.shard.reject(flow);
             return;
         };
         if self.store.queue_pairs[queue_pair]

@@ -4,6 +4,8 @@
 //! A flow is entered when its connection begins and removed when it has ended or its connection was
 //! closed; an id of an earlier flow leads nowhere.
 
+use std::collections::TryReserveError;
+
 use zerosock_proto::vsock::FlowId;
 
 use super::sockets::StreamId;
@@ -33,12 +35,18 @@ impl Flows {
         self.len
     }
 
+    /// Makes room for the connection of a flow.
+    pub(crate) fn reserve(&mut self, flow: FlowId) -> Result<(), TryReserveError> {
+        let more = (flow.index() + 1).saturating_sub(self.by_index.len());
+        self.by_index.try_reserve(more)?;
+        self.by_index.resize(self.by_index.len() + more, None);
+        Ok(())
+    }
+
+    /// Enters the connection of a flow, for which room was [reserved](Flows::reserve).
     pub(crate) fn insert(&mut self, flow: FlowId, id: StreamId) {
-        let index = flow.index();
-        if self.by_index.len() <= index {
-            self.by_index.resize(index + 1, None);
-        }
-        if let Some(place) = self.by_index.get_mut(index) {
+        debug_assert!(flow.index() < self.by_index.len());
+        if let Some(place) = self.by_index.get_mut(flow.index()) {
             let loans = 0;
             self.len += usize::from(place.replace(Entry { flow, id, loans }).is_none());
         }
@@ -114,6 +122,7 @@ mod tests {
         let mut flows = Flows::default();
         let old = connect(&mut shard);
         let first = add(old);
+        flows.reserve(old).unwrap();
         flows.insert(old, first);
         *flows.loans_mut(old).unwrap() += 1;
         shard.reset(old).unwrap();
@@ -128,7 +137,10 @@ mod tests {
         assert_eq!(flows.loans_mut(old), None);
         assert_eq!(flows.loans_mut(new), Some(&mut 0));
         let more: Vec<FlowId> = (0..2 * KEPT).map(|_| connect(&mut shard)).collect();
-        more.iter().for_each(|&flow| flows.insert(flow, add(flow)));
+        for &flow in &more {
+            flows.reserve(flow).unwrap();
+            flows.insert(flow, add(flow));
+        }
         let (mut next, mut found) = (0, Vec::new());
         loop {
             let (part, more) = flows.next_part(&mut next, 100);

@@ -7,7 +7,7 @@
 //!
 //! A stored key is a hint: its bridge may have been removed, and another one may have the key.
 
-use std::collections::VecDeque;
+use std::collections::{TryReserveError, VecDeque};
 
 use slab::Slab;
 use zerosock_proto::vsock::FlowId;
@@ -97,14 +97,22 @@ impl Bridges {
         (bridge.flow == Some(flow)).then_some((key, bridge))
     }
 
-    /// Adds a bridge. Returns its key, which is also recorded for its flow.
+    /// Makes room for the key of a flow's bridge.
+    pub(crate) fn reserve(&mut self, flow: FlowId) -> Result<(), TryReserveError> {
+        let more = (flow.index() + 1).saturating_sub(self.by_flow.len());
+        self.by_flow.try_reserve(more)?;
+        self.by_flow.resize(self.by_flow.len() + more, u32::MAX);
+        Ok(())
+    }
+
+    /// Adds a bridge, for whose flow room was [reserved](Bridges::reserve). Returns its key, which is also
+    /// recorded for the flow.
     pub(crate) fn insert(&mut self, bridge: Bridge) -> u32 {
         let key = self.all.vacant_key() as u32;
-        if let Some(index) = bridge.flow.map(FlowId::index) {
-            if self.by_flow.len() <= index {
-                self.by_flow.resize(index + 1, u32::MAX);
-            }
-            self.by_flow[index] = key;
+        let index = bridge.flow.map(FlowId::index);
+        debug_assert!(index.is_none_or(|index| index < self.by_flow.len()));
+        if let Some(place) = index.and_then(|index| self.by_flow.get_mut(index)) {
+            *place = key;
         }
         self.all.insert(bridge);
         key
@@ -360,6 +368,7 @@ mod tests {
             let mut bridge = Bridge::new(flow, BridgePeer::Sibling(sibling));
             bridge.state.apply(BridgeEvent::Connected);
             bridge.flags.insert(Flags::READABLE);
+            self.bridges.reserve(flow).unwrap();
             self.bridges.insert(bridge)
         }
 

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use rustix::fd::OwnedFd;
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Instant, Port};
 use zerosock_sys::PeerFd;
@@ -31,7 +31,49 @@ pub(crate) enum HostAccess {
     None,
 }
 
+/// A listening socket on the host.
+#[derive(Debug)]
+pub(in crate::device) struct ListeningSocket<'a> {
+    pub(in crate::device) socket: BorrowedFd<'a>,
+    pub(in crate::device) socket_type: SocketType,
+    /// The port of the guest; `None`: programs name it in their CONNECT lines.
+    pub(in crate::device) port: Option<Port>,
+}
+
 impl HostAccess {
+    /// The listening sockets, with their keys in the poller.
+    pub(in crate::device) fn listeners(&self) -> impl Iterator<Item = (u32, ListeningSocket<'_>)> {
+        let end = match self {
+            HostAccess::Forward { listeners, .. } => listeners.len() as u32,
+            _ => 2,
+        };
+        (0..end).filter_map(|key| Some((key, self.listener(key)?)))
+    }
+
+    /// The listening socket with this key.
+    pub(in crate::device) fn listener(&self, key: u32) -> Option<ListeningSocket<'_>> {
+        let (socket, socket_type, port) = match (self, key) {
+            (HostAccess::Hybrid { listener, .. }, 0) => {
+                (listener.as_ref()?.as_fd(), SocketType::Stream, None)
+            }
+            (HostAccess::Hybrid { messages, .. }, _) => {
+                let (_, listener) = messages.as_ref()?;
+                (listener.as_ref()?.as_fd(), SocketType::SeqPacket, None)
+            }
+            (HostAccess::Forward { listeners, .. }, _) => {
+                let (port, listener) = listeners.get(key as usize)?;
+                let port = Some(Port::new(*port));
+                (listener.as_fd(), SocketType::Stream, port)
+            }
+            (HostAccess::None, _) => return None,
+        };
+        Some(ListeningSocket {
+            socket,
+            socket_type,
+            port,
+        })
+    }
+
     /// The socket of the program that serves `port`, for the log.
     pub(crate) fn service_path(&self, port: Port, messages: bool) -> Option<PathBuf> {
         let services = match self {

@@ -16,14 +16,14 @@ use std::io::IoSlice;
 
 use zerosock_proto::vsock::{FlowId, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
-use zerosock_ring::{Chain, GuestSlice, Memory};
+use zerosock_ring::{Chain, GuestSlice};
 
 use super::app::send_fault;
 use super::events::emit;
 use super::flush::share_of;
 use super::outbound::HeldChain;
 use super::sibling;
-use super::state::bridge::{BridgePeer, Inbound};
+use super::state::bridge::BridgePeer;
 use super::state::bridge_state::BridgeEvent;
 use super::state::flags::Flags;
 use super::to_guest::{Fill, MAX_READ_BUFFERS};
@@ -186,35 +186,15 @@ impl Device {
                 break;
             };
             let room = (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize);
-            let mut len = room.min(sending.left as usize);
-            let empty = len == 0;
-            let from = HEADER_LEN;
-            match sibling.front().filter(|_| !empty) {
-                Some(Inbound::Lent { memory, held, .. }) => {
-                    len = len.min(held.len as usize);
-                    let source = (&**memory, held.chain.readable(), held.offset as usize);
-                    let target = (&**rx.queue.memory(), chain.writable(), from);
-                    Memory::copy(source, target, len);
-                    held.offset += len as u32;
-                    held.len -= len as u32;
-                    cx.shared.counters.in_place_bytes.add(len as u64);
-                }
-                Some(Inbound::Copied { bytes, taken }) => {
-                    let rest = bytes.get(*taken..).unwrap_or(&[]);
-                    let rest = rest.get(..len).unwrap_or(rest);
-                    len = rest.len();
-                    rx.queue.memory().write(chain.writable(), from, rest);
-                    *taken += len;
-                    sibling.change_copied(|copied| copied.saturating_sub(len));
-                }
-                None if empty => {}
+            let want = room.min(sending.left as usize);
+            let len = sibling::copy_front(sibling, want, rx.queue.memory(), &chain, cx);
+            let empty = want == 0;
+            if len == 0 && !empty {
                 // A length without bytes, which a correct sibling never sends. The buffer's
                 // contents are no message.
-                None => {
-                    rx.queue.unpop(chain);
-                    self.lost_message(key, cx);
-                    return Fill::Idle;
-                }
+                rx.queue.unpop(chain);
+                self.lost_message(key, cx);
+                return Fill::Idle;
             }
             sending.left -= len as u32;
             let last = end(sending.left as usize, sending.ends == MessageEnd::Record);

@@ -16,8 +16,41 @@ use crate::device::state::sibling_message::SiblingMessage;
 use crate::routing::Denial;
 use crate::stats::RefusalCause;
 use zerosock_proto::vsock::{FlowId, SMALL_PACKET};
-use zerosock_proto::wire::vsock::SocketType;
+use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
 use zerosock_proto::{Address, Port};
+use zerosock_ring::{Chain, Memory};
+
+/// Copies up to `most` of the oldest bytes from the sibling behind the header in `chain`. Returns how many.
+#[inline]
+pub(super) fn copy_front(
+    sibling: &mut SiblingPeer,
+    most: usize,
+    to: &Memory,
+    chain: &Chain,
+    cx: &Context<'_>,
+) -> usize {
+    match sibling.front() {
+        Some(Inbound::Lent { memory, held, .. }) => {
+            let len = most.min(held.len as usize);
+            let source = (&**memory, held.chain.readable(), held.offset as usize);
+            Memory::copy(source, (to, chain.writable(), HEADER_LEN), len);
+            held.offset += len as u32;
+            held.len -= len as u32;
+            cx.shared.counters.in_place_bytes.add(len as u64);
+            len
+        }
+        Some(Inbound::Copied { bytes, taken }) => {
+            let rest = bytes.get(*taken..).unwrap_or_default();
+            let rest = rest.get(..most).unwrap_or(rest);
+            let len = rest.len();
+            to.write(chain.writable(), HEADER_LEN, rest);
+            *taken += len;
+            sibling.change_copied(|copied| copied.saturating_sub(len));
+            len
+        }
+        None => 0,
+    }
+}
 
 /// Reports that `bytes` of the front of `inbound` were read, for the sender's credit. With
 /// `used_up`, also returns the sender's chain.
@@ -354,7 +387,7 @@ impl Device {
         &mut self,
         to: FlowId,
         bytes: u32,
-        chain: Option<(zerosock_ring::Chain, u32)>,
+        chain: Option<(Chain, u32)>,
         cx: &mut Context<'_>,
     ) {
         let returned = chain.is_some();

@@ -8,7 +8,7 @@
 
 use super::events::emit;
 use super::sibling as siblings;
-use super::state::bridge::{Bridge, BridgePeer, Inbound};
+use super::state::bridge::{Bridge, BridgePeer};
 use super::state::bridge_state::BridgeEvent;
 use super::state::flags::Flags;
 use super::{Context, Device, TURN_BYTES};
@@ -17,7 +17,7 @@ use arrayvec::ArrayVec;
 use rustix::io::Errno;
 use zerosock_proto::vsock::{FlowId, Reservation, ReserveError, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
-use zerosock_ring::{Chain, Memory, SliceBuf};
+use zerosock_ring::{Chain, SliceBuf};
 use zerosock_virtio::ring::Ring;
 
 /// Most buffers filled by one read.
@@ -298,11 +298,11 @@ impl Device {
         }
         let mut fill = Fill::More;
         for _ in 0..MAX_READ_BUFFERS {
-            let Some(front) = sibling.front() else {
+            if sibling.is_drained() {
                 bridge.flags.remove(Flags::READABLE);
                 fill = Fill::Idle;
                 break;
-            };
+            }
             let mut buffer = ArrayVec::<ReservedBuffer, 1>::new();
             if let Some(stop) =
                 reserve_buffers(rx, &mut self.shard, flow, 1, TURN_BYTES, &mut buffer)
@@ -319,24 +319,7 @@ impl Device {
             else {
                 break;
             };
-            let len = front.len().min(room);
-            let from = HEADER_LEN;
-            match front {
-                Inbound::Lent { memory, held, .. } => {
-                    let source = (&**memory, held.chain.readable(), held.offset as usize);
-                    let target = (&**rx.queue.memory(), chain.writable(), from);
-                    Memory::copy(source, target, len);
-                    held.offset += len as u32;
-                    held.len -= len as u32;
-                    cx.shared.counters.in_place_bytes.add(len as u64);
-                }
-                Inbound::Copied { bytes, taken } => {
-                    let bytes = &bytes[*taken..*taken + len];
-                    rx.queue.memory().write(chain.writable(), from, bytes);
-                    *taken += len;
-                    sibling.change_copied(|copied| copied.saturating_sub(len));
-                }
-            }
+            let len = siblings::copy_front(sibling, room, rx.queue.memory(), &chain, cx);
             send_payload(rx, &mut self.shard, chain, reservation, len, cx);
             cx.shared.counters.tx_bytes.add(len as u64);
             bridge.to_guest += len as u64;

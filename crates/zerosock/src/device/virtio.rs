@@ -172,22 +172,13 @@ impl WorkerDevice for Device {
     }
 
     fn has_available_chains(&mut self) -> bool {
-        let blocked = self.receive_blocked();
-        let tx = self
-            .queues
-            .rings
-            .tx
-            .as_mut()
-            .filter(|ring| ring.live() && !blocked);
-        let starved = self.starved;
-        let rx = self
-            .queues
-            .rings
-            .rx
-            .as_mut()
-            .filter(|ring| ring.live() && starved);
-        let mut rings = tx.into_iter().chain(rx);
-        rings.any(|ring| ring.queue.available() > 0)
+        let (takes, starved) = (!self.receive_blocked(), self.starved);
+        let VsockRings { rx, tx, .. } = &mut self.queues.rings;
+        let mut rings = [(tx, takes), (rx, starved)].into_iter();
+        rings.any(|(ring, wanted)| {
+            let ring = ring.as_mut().filter(|ring| wanted && ring.live());
+            ring.is_some_and(|ring| ring.queue.available() > 0)
+        })
     }
 
     fn enable_kicks(&mut self) -> bool {
@@ -330,12 +321,8 @@ impl VirtioDevice for Device {
             return;
         }
         let taken = |device: &Device| device.queues.rings.tx.as_ref().map_or(0, |tx| tx.taken);
-        let size = self
-            .queues
-            .rings
-            .tx
-            .as_ref()
-            .map_or(0, |tx| tx.queue.size());
+        let tx = self.queues.rings.tx.as_ref();
+        let size = tx.map_or(0, |tx| tx.queue.size());
         let start = taken(self);
         loop {
             // Copies out what the program has not read: that frees room for more packets.

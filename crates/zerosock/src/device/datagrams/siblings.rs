@@ -181,12 +181,8 @@ impl Device {
             return Err(NotPut::NoRoom);
         }
         self.put_datagram(from, to, source, cx)?;
-        let taken = self
-            .queues
-            .rings
-            .rx
-            .as_ref()
-            .map_or(0, |rx| rx.taken.wrapping_sub(before));
+        let rx = self.queues.rings.rx.as_ref();
+        let taken = rx.map_or(0, |rx| rx.taken.wrapping_sub(before));
         let taken = u16::try_from(taken).unwrap_or(u16::MAX);
         self.datagrams.share = Some(share.saturating_sub(taken));
         Ok(())

@@ -2,12 +2,11 @@
 //!
 //! Amounts are such that a socket takes them without a stall, except in tests of stalls.
 
-mod common;
-
 use std::io::{Read, Write};
 
-use common::{
-    TestDaemon, assert_bytes, bytes, connect_guest, deadline, eventually, eventually_with, host,
+use crate::common::{
+    self, TestDaemon, assert_bytes, bytes, connect_guest, deadline, eventually, eventually_with,
+    host,
 };
 use zerosock::daemon::DaemonConfig;
 use zerosock::driver::{Address, How, Port};

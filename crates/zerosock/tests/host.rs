@@ -1,18 +1,15 @@
 //! A program that embeds the device reads guests' bytes in place, and writes into buffers that
 //! guests will read.
 
-mod common;
-mod hosting;
-
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::raw::RawGuest;
-use common::{assert_bytes, bytes, deadline, eventually, host};
-use hosting::Hosted;
+use crate::common::raw::RawGuest;
+use crate::common::{self, assert_bytes, bytes, deadline, eventually, host};
+use crate::hosting::{self, Hosted};
 use zerosock::access::{AccessList, Party, Ports, Rule, Verdict};
 use zerosock::driver::{AttachError, Driver, DriverConfig, FrontendError, How, StreamState};
 use zerosock::vsock::{

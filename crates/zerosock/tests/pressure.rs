@@ -1,15 +1,13 @@
 //! Stalled readers, starved queues and full sockets lose no bytes and do not affect others.
 
-mod common;
-
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread;
 use std::time::Duration;
 
-use common::{
-    TestDaemon, assert_bytes, byte, bytes, connect_guest, deadline, eventually_with, host,
+use crate::common::{
+    self, TestDaemon, assert_bytes, byte, bytes, connect_guest, deadline, eventually_with, host,
 };
 use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_size};
 use zerosock::daemon::Stats;

@@ -1,10 +1,8 @@
 //! VMs that must have sealed memory, beside one that need not.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 
-use common::{Vm, daemon_config, deadline, host, host_listener};
+use crate::common::{self, Vm, daemon_config, deadline, host, host_listener};
 use zerosock::daemon::{Daemon, Reload, VmConfig};
 use zerosock::driver::{AttachError, Driver, DriverConfig, FrontendError};
 

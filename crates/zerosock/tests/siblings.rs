@@ -1,10 +1,8 @@
 //! Connections between two guests of one daemon.
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::{TestDaemon, assert_bytes, bytes, deadline};
+use crate::common::{self, TestDaemon, assert_bytes, bytes, deadline};
 use zerosock::daemon::DaemonConfig;
 use zerosock::driver::{
     Address, Cid, Driver, How, Port, RecvError, SendError, StreamId, WaitError,

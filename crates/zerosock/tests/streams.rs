@@ -1,15 +1,13 @@
 //! Streams between a guest and host programs: connects, refusals, bytes, ends.
 
-mod common;
-
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{
-    TestDaemon, assert_bytes, bytes, connect_guest, deadline, eventually_with, host, hybrid,
+use crate::common::{
+    self, TestDaemon, assert_bytes, bytes, connect_guest, deadline, eventually_with, host, hybrid,
     read_ok,
 };
 use zerosock::driver::{Driver, DriverEvent, How, Port, StreamId, StreamState, WaitError};

@@ -6,6 +6,7 @@ use std::thread;
 use zerosock::vsock::{Endpoint, OpenError};
 
 use super::*;
+use crate::common;
 
 fn open(lab: &Lab, name: &str) -> Endpoint {
     Endpoint::builder().name(name).attach(&lab.path).unwrap()

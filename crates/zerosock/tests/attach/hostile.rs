@@ -10,7 +10,7 @@ use rustix::net::{
 };
 
 use super::*;
-use crate::common::{bytes, eventually};
+use crate::common::{self, bytes, eventually};
 use zerosock::attach::codec::{
     Answer, MAX_REQUEST, Request, VERSION, decode_answer, encode_request,
 };

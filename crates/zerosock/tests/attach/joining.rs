@@ -3,7 +3,7 @@
 use std::io::Read;
 
 use super::*;
-use crate::common::{assert_bytes, bytes, eventually, host, host_listener};
+use crate::common::{self, assert_bytes, bytes, eventually, host, host_listener};
 use zerosock::attach::{AttachHost, DEFAULT_CIDS};
 use zerosock::driver::WaitError;
 use zerosock::vsock::Fault;

@@ -1,7 +1,7 @@
 //! Reload: which settings change while a daemon runs, and which connections stay.
 
 use super::*;
-use crate::common::{assert_bytes, bytes, connect_guest, eventually, eventually_with, host};
+use crate::common::{self, assert_bytes, bytes, connect_guest, eventually, eventually_with, host};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
 use zerosock::access::{AccessList, Cids, Party, Ports, Rule, Verdict};

@@ -4,7 +4,7 @@ use std::io::Read;
 use std::os::unix::net::UnixListener;
 
 use super::*;
-use crate::common::{assert_bytes, bytes, connect_guest, eventually, eventually_with, host};
+use crate::common::{self, assert_bytes, bytes, connect_guest, eventually, eventually_with, host};
 use zerosock::attach::{LAST_CLAIMABLE, MAX_CLAIMS, ServiceRequest, Serving};
 use zerosock::driver::WaitError;
 use zerosock::vsock::Fault;

@@ -11,10 +11,10 @@ use zerosock::access::{AccessList, Party, Ports, Rule, Verdict};
 use zerosock::daemon::Reload;
 use zerosock::vsock::{Datagram, Endpoint};
 
-use super::common::{PATIENCE, assert_bytes, bytes, deadline, eventually, host};
 use super::datagrams::{LONGEST, udp_server};
 use super::names::name_server;
 use super::{Lab, rule, unix};
+use crate::common::{PATIENCE, assert_bytes, bytes, deadline, eventually, host};
 
 fn bound(guest: &Endpoint, port: u32) -> Datagram {
     let socket = Datagram::bind(guest, Port::new(port)).unwrap();

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use zerosock::driver::{RecvError, SendError};
 
-use super::common::{assert_bytes, bytes, deadline, eventually_with, host};
 use super::{Lab, accept, refused, rule, tcp_server};
+use crate::common::{assert_bytes, bytes, deadline, eventually_with, host};
 
 #[test]
 fn connections_over_the_limit_of_a_rule_are_refused() {

@@ -4,9 +4,9 @@ use std::io::{Read, Write};
 
 use zerosock_proto::wire::vsock::Op;
 
-use super::common::raw::{RawGuest, TX};
-use super::common::{PATIENCE, assert_bytes, bytes, deadline, eventually, host};
 use super::{Lab, accept, rule, tcp_server};
+use crate::common::raw::{RawGuest, TX};
+use crate::common::{PATIENCE, assert_bytes, bytes, deadline, eventually, host};
 
 /// Fits into the buffers of sockets without a stall.
 const LEN: usize = 60_000;

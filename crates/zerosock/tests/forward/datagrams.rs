@@ -11,8 +11,8 @@ use rustix::net::{
 };
 use zerosock::vsock::{Endpoint, SeqPacket};
 
-use super::common::{PATIENCE, bytes, eventually, host};
 use super::{Lab, rule, unix};
+use crate::common::{PATIENCE, bytes, eventually, host};
 
 /// The largest datagram of UDP over IPv4.
 pub(super) const LONGEST: usize = 65_507;

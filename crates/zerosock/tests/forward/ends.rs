@@ -8,9 +8,9 @@ use std::time::Duration;
 use zerosock::Port;
 use zerosock::driver::{Driver, How, RecvError, SendError, StreamId};
 
-use super::common::{deadline, eventually_with, host};
 use super::inward::{listening, tcp_listener};
 use super::{Lab, accept, rule, tcp_server, with_time_outs};
+use crate::common::{deadline, eventually_with, host};
 
 /// A connection: whether the guest has connected, the guest's end, and the other one.
 struct Joined {

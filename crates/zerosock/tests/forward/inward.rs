@@ -11,10 +11,10 @@ use zerosock::driver::Driver;
 use zerosock::forward::{ListenAddress, ListenRule};
 use zerosock::vsock::{Endpoint, Listener};
 
-use super::common::{
+use super::{Lab, with_time_outs};
+use crate::common::{
     PATIENCE, assert_bytes, bytes, deadline, eventually, eventually_with, hybrid, read_ok,
 };
-use super::{Lab, with_time_outs};
 
 /// A bound socket of a rule, and its address.
 pub(super) fn tcp_listener() -> (OwnedFd, SocketAddr) {

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use zerosock::driver::How;
 
-use super::common::{deadline, eventually_with, host};
 use super::{Lab, accept, refused, rule, tcp_server, unix};
+use crate::common::{deadline, eventually_with, host};
 
 /// A name server that has one IPv4 address for every name, and no IPv6 address. It runs until the test
 /// program ends.

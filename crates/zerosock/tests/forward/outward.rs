@@ -11,8 +11,8 @@ use zerosock::driver::How;
 use zerosock::forward::ForwardRule;
 use zerosock::{Cid, Port};
 
-use super::common::{assert_bytes, bytes, deadline, eventually, eventually_with, host};
 use super::{Lab, accept, refused, rule, tcp_server, unix};
+use crate::common::{assert_bytes, bytes, deadline, eventually, eventually_with, host};
 
 const LEN: usize = 5 << 20;
 
@@ -107,7 +107,7 @@ fn a_range_goes_to_the_same_ports_and_other_connections_as_without_rules() {
     // No rule: the hybrid socket, on which nothing listens.
     refused(&mut four, port);
     refused(&mut three, port + 2);
-    let hybrid = super::common::host_listener(&lab.vms[1].uds_path, port);
+    let hybrid = crate::common::host_listener(&lab.vms[1].uds_path, port);
     four.wait_connect(host(port), deadline()).unwrap();
     hybrid.accept().unwrap();
     assert_eq!(lab.rule(0).opened, 1);

@@ -8,9 +8,9 @@ use zerosock::access::{AccessList, Party, Ports, Rule, Verdict};
 use zerosock::daemon::{Daemon, DaemonConfig, Reload, ReloadError, StartError};
 use zerosock::forward::{ListenAddress, ListenRule, RuleError, RuleName, SameName};
 
-use super::common::{deadline, eventually, eventually_with, host};
 use super::inward::{listening, tcp_listener};
 use super::{Lab, accept, refused, rule, tcp_server, with_time_outs};
+use crate::common::{deadline, eventually, eventually_with, host};
 
 fn kept(on: std::net::SocketAddr, to: &str) -> ListenRule {
     let (unused, _) = tcp_listener();

@@ -4,8 +4,8 @@ use std::io::{ErrorKind, Read, Write};
 
 use zerosock::access::{AccessList, Party, Ports, Rule, Verdict};
 
-use super::common::{PATIENCE, host};
 use super::{Lab, accept, rule, tcp_server};
+use crate::common::{PATIENCE, host};
 
 #[test]
 fn only_the_named_process_is_forwarded() {

@@ -14,10 +14,10 @@ use zerosock::driver::How;
 use zerosock::forward::{ForwardRule, ZeroCopy};
 use zerosock_proto::wire::vsock::Op;
 
-use super::common::raw::{GUEST, NEXT, RX, RawGuest, SIZE, TX, emit};
-use super::common::{PATIENCE, assert_bytes, byte, bytes, deadline, eventually, host};
 use super::inward::{listening, tcp_listener};
 use super::{Lab, accept, rule, tcp_server, with_time_outs};
+use crate::common::raw::{GUEST, NEXT, RX, RawGuest, SIZE, TX, emit};
+use crate::common::{PATIENCE, assert_bytes, byte, bytes, deadline, eventually, host};
 
 /// Payload of one packet of [`Sender`].
 const PART: usize = 64 << 10;
@@ -201,7 +201,7 @@ fn a_client_of_a_listening_rule_is_served_too() {
     let reader = read(client, sent.len());
     guest.wait_send(stream, &sent, deadline()).unwrap();
     guest.shutdown(stream, How::SEND);
-    super::common::eventually_with(&mut guest, "all read", |_| reader.is_finished());
+    crate::common::eventually_with(&mut guest, "all read", |_| reader.is_finished());
     assert_bytes(&reader.join().unwrap().1, &sent);
     assert!(lab.stats().zero_copy_bytes > 0);
 }
@@ -283,7 +283,7 @@ fn a_target_that_pauses_for_5_s_keeps_its_connection_and_delays_no_other() {
         let sent = bytes(9, 4 << 20);
         neighbour.wait_send(stream, &sent, deadline()).unwrap();
         neighbour.shutdown(stream, How::SEND);
-        super::common::eventually_with(&mut neighbour, "all read", |_| reader.is_finished());
+        crate::common::eventually_with(&mut neighbour, "all read", |_| reader.is_finished());
         assert_bytes(&reader.join().unwrap().1, &sent);
         if option == ZeroCopy::Always {
             sender.until_only_in_flight(&lab, HOLD);

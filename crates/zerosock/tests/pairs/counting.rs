@@ -7,9 +7,9 @@ use zerosock::daemon::DaemonConfig;
 use zerosock_proto::vsock::pairs::tx_queue;
 use zerosock_proto::vsock::{How, QueuePairs};
 
-use super::common::raw::{RawGuest, connect};
-use super::common::{TestDaemon, connect_guest, eventually};
 use super::guest::{PairsGuest, until};
+use crate::common::raw::{RawGuest, connect};
+use crate::common::{TestDaemon, connect_guest, eventually};
 
 const PORT: u32 = 7000;
 const PAIRS: u16 = 3;

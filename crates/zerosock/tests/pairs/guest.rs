@@ -12,7 +12,7 @@ use zerosock_proto::vsock::{
 };
 use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
 
-use super::common::raw::{RawGuest, connect};
+use crate::common::raw::{RawGuest, connect};
 
 const NOW: Instant = Instant::ZERO;
 
@@ -232,7 +232,7 @@ pub(crate) fn until(
     guests: &mut [&mut PairsGuest],
     mut done: impl FnMut(&mut [&mut PairsGuest]) -> bool,
 ) {
-    let give_up = super::common::deadline();
+    let give_up = crate::common::deadline();
     loop {
         let busy = guests
             .iter_mut()

@@ -6,10 +6,10 @@ use std::thread;
 use zerosock::driver::{Address, Cid, Port};
 use zerosock_proto::vsock::How;
 
-use super::common::PATIENCE;
 use super::guest::{PairsGuest, until};
-use super::hosting::Hosted;
 use super::streams::{LEN, pattern, stream_and_ask};
+use crate::common::PATIENCE;
+use crate::hosting::Hosted;
 
 const PORT: u32 = 7000;
 

@@ -8,8 +8,8 @@ use zerosock::daemon::DaemonConfig;
 use zerosock::driver::{Address, Cid, Port};
 use zerosock_proto::vsock::{How, QueuePairs};
 
-use super::common::{TestDaemon, connect_guest};
 use super::guest::{PairsGuest, until};
+use crate::common::{TestDaemon, connect_guest};
 
 const PORT: u32 = 7000;
 pub(crate) const LEN: usize = 300_000;
@@ -179,7 +179,7 @@ fn one_pair_of_several_is_the_standard_s_device() {
     let daemon = TestDaemon::with(1, tune);
     let mut driver = daemon.guest();
     let listener = daemon.host_listener(PORT);
-    let end = super::common::deadline();
+    let end = crate::common::deadline();
     let to = Address::new(Cid::HOST, Port::new(PORT));
     let stream = driver.wait_connect(to, end).unwrap();
     let mut program = listener.accept().unwrap().0;

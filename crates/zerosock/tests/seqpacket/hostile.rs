@@ -7,11 +7,11 @@ use zerosock::vsock::SeqPacket;
 use zerosock_proto::vsock::messages::MAX_UNREAD_EMPTY;
 use zerosock_proto::wire::vsock::{Op, Repr, SEQ_EOM, SEQ_EOR, SocketType};
 
-use super::common::eventually;
-use super::hosting::Hosted;
+use super::PORT;
 use super::hybrid::{Lab, Program, listen};
 use super::raw::{OURS, Raw};
-use super::{PORT, common::PATIENCE};
+use crate::common::{PATIENCE, eventually};
+use crate::hosting::Hosted;
 
 const OTHER: u32 = OURS + 1;
 /// Most unread bytes of a connection.

@@ -13,8 +13,8 @@ use zerosock::daemon::{Daemon, DaemonConfig, HostSide, HybridMessages, Stats, Vm
 use zerosock::vsock::{Endpoint, EndpointBuilder, SeqPacket};
 use zerosock::{Address, Cid, Port};
 
-use super::common::{PATIENCE, deadline};
 use super::{PORT, ends_record, message, with_time_outs};
+use crate::common::{PATIENCE, deadline};
 
 pub(crate) struct Lab {
     daemon: Option<Daemon>,
@@ -164,7 +164,7 @@ fn echo(ours: &SeqPacket, program: &Program) {
         let mut out = vec![0; 262_144];
         for number in 0..150 {
             let got = ours.recv(&mut out).unwrap().expect("not the end");
-            super::common::assert_bytes(&out[..got.len], &short(number));
+            crate::common::assert_bytes(&out[..got.len], &short(number));
             assert!(!got.end_of_record, "Unix sockets have none");
         }
     });

@@ -2,8 +2,6 @@
 
 mod bad_input;
 mod basics;
-#[path = "../common/mod.rs"]
-mod common;
 mod flow;
 mod hostile;
 mod place;
@@ -15,8 +13,8 @@ use std::ops::Deref;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use common::pump::Pumped;
-use common::{PATIENCE, daemon_config};
+use crate::common::pump::Pumped;
+use crate::common::{self, PATIENCE, daemon_config};
 use zerosock::attach::{self, AttachConfig};
 use zerosock::daemon::{Daemon, Stats};
 use zerosock::vsock::{Datagram, DatagramError, Endpoint, EndpointBuilder, Host, HostBuilder};

@@ -4,8 +4,6 @@
 //! single packets tries again if a busy machine has caused that.
 
 mod bounds;
-#[path = "../common/mod.rs"]
-mod common;
 mod document;
 mod native;
 mod polling;
@@ -14,7 +12,7 @@ use std::io::Read;
 use std::thread;
 use std::time::Instant;
 
-use common::{PATIENCE, TestDaemon, bytes};
+use crate::common::{PATIENCE, TestDaemon, bytes};
 use zerosock::vsock::{Endpoint, EndpointBuilder, Stream};
 use zerosock::{Address, Cid, Port};
 

@@ -3,8 +3,6 @@
 //! The place of a byte is compared by file and offset of the mapping that a pointer is in: pointers
 //! of two processes to one byte differ, these do not.
 
-#[path = "../common/mod.rs"]
-mod common;
 mod copies;
 mod dying;
 mod giving_back;
@@ -21,6 +19,8 @@ use std::time::Duration;
 
 use zerosock::Port;
 use zerosock::vsock::Stream;
+
+use crate::common;
 
 const PORT: Port = Port::new(5000);
 

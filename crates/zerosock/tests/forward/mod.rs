@@ -3,8 +3,6 @@
 
 mod associations;
 mod bounds;
-#[path = "../common/mod.rs"]
-mod common;
 mod copies;
 mod datagrams;
 mod ends;
@@ -26,7 +24,7 @@ use zerosock::driver::{Driver, DriverConfig, WaitError};
 use zerosock::forward::{ForwardRule, RuleStats};
 use zerosock::vsock::{Endpoint, EndpointBuilder};
 
-use common::{PATIENCE, Vm, deadline, eventually, host};
+use crate::common::{self, PATIENCE, Vm, deadline, eventually, host};
 
 /// A daemon with rules, VMs from CID 3 on, and an attach socket on which the test's user may also run
 /// services.

@@ -3,12 +3,8 @@
 #[cfg(feature = "tokio")]
 mod asynchronous;
 mod bounds;
-#[path = "../common/mod.rs"]
-mod common;
 mod ends;
 mod hostile;
-#[path = "../hosting/mod.rs"]
-mod hosting;
 mod hybrid;
 mod in_place;
 mod loans;
@@ -21,6 +17,8 @@ use std::time::Duration;
 
 use zerosock::Port;
 use zerosock::vsock::SeqPacket;
+
+use crate::common;
 
 const PORT: Port = Port::new(5000);
 

@@ -1,7 +1,5 @@
 //! Processes attach to a running daemon, and detach.
 
-#[path = "../common/mod.rs"]
-mod common;
 mod endpoints;
 mod fake_server;
 mod hostile;
@@ -13,7 +11,7 @@ mod services;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use common::{Vm, daemon_config, deadline};
+use crate::common::{self, Vm, daemon_config, deadline};
 use zerosock::attach::{self, AttachConfig, AttachError, AttachRequest, Attached, Client};
 use zerosock::daemon::{Daemon, DaemonConfig, Stats};
 use zerosock::driver::{

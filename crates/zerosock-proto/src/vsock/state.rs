@@ -31,7 +31,7 @@ impl How {
         receive: false,
         send: true,
     };
-    /// Both directions: `abort_message`.
+    /// Both directions: `SHUT_RDWR`.
     pub const BOTH: How = How {
         receive: true,
         send: true,

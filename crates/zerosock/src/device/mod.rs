@@ -1,6 +1,5 @@
-//! For tests and tools; programs use [`vsock`](crate::vsock).
-//!
-//! The device half: a vhost-user back-end that gives a guest a vsock device.
+//! The device half: a vhost-user back-end that gives a guest, or an attached process, a vsock device. `serve` runs
+//! it on workers; [`Host`](crate::vsock::Host) has it in the program.
 //!
 //! # Invariants
 //! - A turn works to a budget and never blocks.

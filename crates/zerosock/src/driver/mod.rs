@@ -1,5 +1,5 @@
 //! The driver half of a vsock device: a process acts as the guest of a vhost-user device, without a
-//! virtual machine. For tests and tools; programs use [`vsock`](crate::vsock).
+//! virtual machine. [`Endpoint`](crate::vsock::Endpoint) is built on it.
 //!
 //! A [`Driver`] owns shared memory, the driver side of three virtqueues (receive, transmit, event)
 //! and a protocol core in the driver role. The device treats it as any guest: it negotiates over

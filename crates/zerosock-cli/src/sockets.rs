@@ -15,7 +15,7 @@ use std::time::Duration;
 use rustix::fs::{Gid, Mode};
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use zerosock_sys::socket_file::{self, Options};
+use zerosock_sys::socket_file::{self, SocketFileOptions};
 
 pub(crate) use zerosock_sys::socket_file::SocketFile;
 
@@ -170,7 +170,7 @@ fn bind_socket(
 ) -> Result<(OwnedFd, SocketFile), BindError> {
     let name = || path.display().to_string();
     check_path(path).map_err(|reason| BindError::Path(name(), reason))?;
-    let options = Options {
+    let options = SocketFileOptions {
         kind,
         mode: access.mode,
         gid: access.gid,

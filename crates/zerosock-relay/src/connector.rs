@@ -63,12 +63,12 @@ use history::AddressHistory;
 use schedule::Order;
 
 pub use dial::ATTEMPTS_AT_ONCE;
-pub use error::{ConnectError, Stage};
+pub use error::{ConnectError, ConnectStage};
 pub use unix::NO_PERMISSION;
 pub(crate) use unix::RIGHTS;
 
 /// Receives the result of a request; runs on the connector's thread and must not block.
-pub type Done = Box<dyn FnOnce(Result<Connected, ConnectError>) + Send>;
+pub type ConnectCallback = Box<dyn FnOnce(Result<Connected, ConnectError>) + Send>;
 
 /// Stands for "never" where a time-out is too long for the clock.
 const FOREVER: Duration = Duration::from_secs(60 * 60 * 24 * 365);
@@ -195,7 +195,7 @@ impl Connector {
 
     /// Makes a connection and calls `done` with it or with the error, exactly once and on the
     /// connector's thread. After [`stop`](Connector::stop) it is called before this returns.
-    pub fn connect(&self, request: ConnectRequest, done: Done) -> PendingConnect {
+    pub fn connect(&self, request: ConnectRequest, done: ConnectCallback) -> PendingConnect {
         let admitted = self.shared.admit();
         let reply = Reply {
             done: Some(done),
@@ -279,7 +279,7 @@ impl Shared {
 
 /// The answer that a request owes; dropping it answers `Stopped`.
 struct Reply {
-    done: Option<Done>,
+    done: Option<ConnectCallback>,
     /// None for a request that was not admitted.
     admitted: Option<Arc<Shared>>,
 }
@@ -353,7 +353,7 @@ async fn dial_host(
         }
         Host::Address(_) => Order::default(),
     };
-    let plan = dial::Plan {
+    let plan = dial::DialPlan {
         port: port.get(),
         policy: &request.policy,
         deadline,

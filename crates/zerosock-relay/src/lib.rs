@@ -19,8 +19,8 @@ pub mod sockmap;
 pub mod target;
 
 pub use connector::{
-    ConnectError, ConnectRequest, Connected, Connector, ConnectorConfig, Done, PendingConnect,
-    Stage,
+    ConnectCallback, ConnectError, ConnectRequest, ConnectStage, Connected, Connector,
+    ConnectorConfig, PendingConnect,
 };
 pub use networks::{AddressPolicy, Denied, DenyReason, Network};
 pub use target::{DomainName, Host, Target};

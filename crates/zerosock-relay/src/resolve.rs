@@ -26,7 +26,7 @@ mod system;
 #[path = "resolve/absent.rs"]
 mod system;
 
-pub(crate) use answer::{Answer, Family, LookupError};
+pub(crate) use answer::{Family, LookupError, LookupResult};
 pub(crate) use system::System;
 
 /// Addresses of one family that are used of an answer.
@@ -37,8 +37,8 @@ const LIMIT: Duration = Duration::from_secs(30);
 /// What a lookup has found so far; None for a family without an answer yet.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Found {
-    pub(crate) v4: Option<Answer>,
-    pub(crate) v6: Option<Answer>,
+    pub(crate) v4: Option<LookupResult>,
+    pub(crate) v6: Option<LookupResult>,
 }
 
 impl Found {
@@ -61,7 +61,7 @@ impl Found {
         Found::known(&[Ipv6Addr::LOCALHOST.into(), Ipv4Addr::LOCALHOST.into()])
     }
 
-    fn set(&mut self, family: Family, answer: Answer) {
+    fn set(&mut self, family: Family, answer: LookupResult) {
         match family {
             Family::V4 => self.v4 = Some(answer),
             Family::V6 => self.v6 = Some(answer),

@@ -1,7 +1,7 @@
 //! Pairs of sockets that the kernel joins itself (sockmap): packets pass from one to the other without
 //! a system call and without a copy to user space.
 //!
-//! The kernel redirects packets and nothing else. [`Pair::turn`] does the rest by hand: bytes that were
+//! The kernel redirects packets and nothing else. [`RedirectedPair::turn`] does the rest by hand: bytes that were
 //! there before, the end of a stream, a bound on the bytes under way, and errors. `docs/sockmap.md` says
 //! when this pays.
 //!
@@ -18,21 +18,21 @@
 //! # Use
 //! ```no_run
 //! # use std::os::fd::OwnedFd;
-//! # use zerosock_relay::sockmap::{Directions, RelayMap, SCRATCH, Side, State};
+//! # use zerosock_relay::sockmap::{Directions, RelayMap, SCRATCH, Side, RedirectState};
 //! # fn join(vsock: OwnedFd, tcp: OwnedFd) -> Result<(), Box<dyn std::error::Error>> {
 //! let map = RelayMap::new(1000)?;
 //! let mut scratch = vec![0; SCRATCH];
 //! let mut pair = map.insert_pair(vsock, tcp, 4 << 20, Directions::FromA)?;
 //! loop {
 //!     let turn = pair.turn(Side::A, &mut scratch)?;
-//!     if turn.state == State::Ended {
+//!     if turn.state == RedirectState::Ended {
 //!         return Ok(());
 //!     }
 //!     // Wait until a socket of the pair is ready or the time `turn.again` has passed.
 //! }
 //! # }
 //! ```
-//! Register each socket with epoll for EPOLLRDHUP, edge-triggered, and while [`State::Idle`] for
+//! Register each socket with epoll for EPOLLRDHUP, edge-triggered, and while [`RedirectState::Idle`] for
 //! EPOLLIN too. While bytes flow leave EPOLLIN out: from Linux 6.4 on each redirected packet would wake
 //! the worker.
 //!
@@ -45,7 +45,7 @@ mod pair;
 mod relay_map;
 
 pub use maps::Side;
-pub use pair::{Counters, Pair, SCRATCH, State, Turn, TurnError};
+pub use pair::{DirectionCounters, RedirectState, RedirectedPair, SCRATCH, Turn, TurnError};
 pub use relay_map::{Directions, InsertError, Refusal, RelayMap};
 
 #[cfg(test)]

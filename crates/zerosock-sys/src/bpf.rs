@@ -29,7 +29,7 @@ mod sources;
 pub use capabilities::drop_bpf_capabilities;
 pub use error::{BpfError, Denial, inserting_needs_capabilities};
 pub use maps::{NumberByCookie, Slot, Slots, SockMap};
-pub use program::{Program, Source, VerdictMaps};
+pub use program::{ArrivalSocket, Program, VerdictMaps};
 pub use sources::Sources;
 
 #[cfg(test)]

@@ -119,7 +119,7 @@ pub fn refuses_rights(fd: impl AsFd) -> bool {
 
 /// The result of [`recv`].
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Received {
+pub struct ReceivedRights {
     /// Bytes written to the buffer; 0 at end of file.
     pub bytes: usize,
     /// More descriptors arrived than this process may open. The kernel has closed the others.
@@ -161,9 +161,9 @@ pub fn send(fd: impl AsFd, data: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> io::
 ///
 /// # Errors
 /// `WouldBlock` when nothing is there, otherwise errors of recvmsg(2).
-pub fn recv(fd: impl AsFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<Received> {
+pub fn recv(fd: impl AsFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<ReceivedRights> {
     let (message, _) = recv_from(fd, buf, fds)?;
-    Ok(Received {
+    Ok(ReceivedRights {
         bytes: message.bytes,
         truncated_fds: message.truncated_fds,
     })
@@ -213,7 +213,11 @@ pub(crate) fn recv_from(
 /// # Errors
 /// As [`recv`]. `ConnectionReset` if the peers have too few descriptor numbers left
 /// ([`Account::reserve_message`](crate::account::Account::reserve_message)).
-pub fn recv_owned(socket: &PeerFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<Received> {
+pub fn recv_owned(
+    socket: &PeerFd,
+    buf: &mut [u8],
+    fds: &mut Vec<PeerFd>,
+) -> io::Result<ReceivedRights> {
     let _reserved = reserve_numbers(socket)?;
     let mut received = Vec::new();
     let result = recv(socket, buf, &mut received);
@@ -263,7 +267,7 @@ mod tests {
         let received = recv(&b, &mut buf, &mut got).unwrap();
         assert_eq!(
             received,
-            Received {
+            ReceivedRights {
                 bytes: 5,
                 truncated_fds: false
             }
@@ -292,7 +296,7 @@ mod tests {
         send(&a, &[IoSlice::new(b"x")], &borrowed[1..]).unwrap();
         let mut got = Vec::new();
         let received = recv(&b, &mut [0; 4], &mut got).unwrap();
-        let expected = Received {
+        let expected = ReceivedRights {
             bytes: 1,
             truncated_fds: false,
         };
@@ -412,7 +416,7 @@ mod tests {
         let received = recv(&b, &mut [0; 4], &mut got).unwrap();
         assert_eq!(
             received,
-            Received {
+            ReceivedRights {
                 bytes: 0,
                 truncated_fds: false
             }

@@ -21,7 +21,7 @@ use crate::peer_fd::PeerFd;
 use crate::slices::outcome;
 use crate::socket_option;
 
-pub use self::address::Address;
+pub use self::address::KernelAddress;
 
 /// The most messages of one batch.
 pub const MAX_BATCH: usize = 64;
@@ -48,7 +48,7 @@ pub struct Batch {
     memory: Box<[u8]>,
     received: Vec<Received>,
     /// The source of each slot.
-    sources: Vec<Address>,
+    sources: Vec<KernelAddress>,
 }
 
 /// One message.
@@ -139,10 +139,10 @@ impl Batch {
     }
 
     /// Where a message came from.
-    pub fn source(&self, index: usize) -> &Address {
+    pub fn source(&self, index: usize) -> &KernelAddress {
         let slot = self.received.get(index).map(|one| one.slot);
         slot.and_then(|slot| self.sources.get(slot))
-            .unwrap_or(&Address::NONE)
+            .unwrap_or(&KernelAddress::NONE)
     }
 
     /// Receives at most `most` messages, and returns how many there are. The earlier ones are gone.
@@ -216,7 +216,7 @@ impl Batch {
             // SAFETY: initialised above.
             let header = unsafe { headers[index].assume_init_ref() };
             let named = header.msg_hdr.msg_namelen.min(STORAGE as libc::socklen_t);
-            let mut source = Address::NONE;
+            let mut source = KernelAddress::NONE;
             source.length = named;
             // SAFETY: the kernel has written so many bytes of the source, which are at most STORAGE, and
             // the two do not overlap. A connected socket of type SOCK_SEQPACKET has no source: length 0.
@@ -283,7 +283,7 @@ impl Batch {
         self.sources.clear();
         let buffer = &mut self.memory[..self.size];
         let (received, source) = fd_passing::recv_from(fd, buffer, fds)?;
-        let mut address = Address::NONE;
+        let mut address = KernelAddress::NONE;
         if let Some(source) = source {
             let length = (source.addr_len() as usize).min(STORAGE);
             // SAFETY: the address has `addr_len` initialised bytes, of which at most STORAGE are copied to
@@ -310,7 +310,7 @@ impl Batch {
         &self,
         fd: impl AsFd,
         messages: Range<usize>,
-        to: Option<&Address>,
+        to: Option<&KernelAddress>,
     ) -> io::Result<usize> {
         self.send_grouped(fd, messages, to, 1)
     }
@@ -325,7 +325,7 @@ impl Batch {
         &self,
         fd: impl AsFd,
         messages: Range<usize>,
-        to: Option<&Address>,
+        to: Option<&KernelAddress>,
     ) -> io::Result<usize> {
         let first = self.group(messages.start, messages.end, MAX_SEGMENTS);
         let sent = self.send_grouped(&fd, messages.clone(), to, MAX_SEGMENTS);
@@ -361,7 +361,7 @@ impl Batch {
         &self,
         fd: impl AsFd,
         messages: Range<usize>,
-        to: Option<&Address>,
+        to: Option<&KernelAddress>,
         most: usize,
     ) -> io::Result<usize> {
         let mut headers = [const { MaybeUninit::<libc::mmsghdr>::zeroed() }; MAX_BATCH];
@@ -468,7 +468,7 @@ fn segment_control(size: usize) -> Control {
 ///
 /// # Errors
 /// `WouldBlock` when the socket takes none now; otherwise errors of sendto(2).
-pub fn send_to(fd: impl AsFd, message: &[u8], to: &Address) -> io::Result<()> {
+pub fn send_to(fd: impl AsFd, message: &[u8], to: &KernelAddress) -> io::Result<()> {
     loop {
         // SAFETY: the message and the address live until the call returns, which only reads the bytes
         // that their lengths name; the length of an address is at most STORAGE.

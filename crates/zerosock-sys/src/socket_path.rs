@@ -9,8 +9,8 @@
 //! - [`find`] makes no call into a file system that another user serves, and follows a link only if root or
 //!   our user owns it, and no other user can write to its directory. It may wait for a file system that
 //!   root has mounted: no thread that serves peers calls it.
-//! - Neither finds a socket that this process has [reserved](crate::socket_file::Options::reserved).
-//! - connect(2) by [`Found::address`] waits no longer than the function that returned it.
+//! - Neither finds a socket that this process has [reserved](crate::socket_file::SocketFileOptions::reserved).
+//! - connect(2) by [`FoundSocket::address`] waits no longer than the function that returned it.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -34,22 +34,22 @@ pub(crate) mod walk;
 
 /// The address of a socket file, valid while this exists.
 #[derive(Debug)]
-pub struct Found {
+pub struct FoundSocket {
     address: SocketAddrUnix,
     /// Keeps the address from naming another file.
     _file: OwnedFd,
 }
 
-impl Found {
+impl FoundSocket {
     /// `file` is open with O_PATH.
-    fn new(file: OwnedFd, status: &Statx) -> io::Result<Found> {
+    fn new(file: OwnedFd, status: &Statx) -> io::Result<FoundSocket> {
         match FileType::from_raw_mode(status.stx_mode.into()) {
             FileType::Socket if socket_file::is_reserved(status) => {
                 let text =
                     "a socket of this zerosock process, which no guest may reach by its path";
                 Err(io::Error::new(io::ErrorKind::PermissionDenied, text))
             }
-            FileType::Socket => Ok(Found {
+            FileType::Socket => Ok(FoundSocket {
                 address: SocketAddrUnix::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?,
                 _file: file,
             }),
@@ -69,7 +69,7 @@ impl Found {
 ///
 /// # Errors
 /// `ConnectionRefused` if it is no socket, and those of openat2(2).
-pub fn find_cached(path: &Path) -> io::Result<Option<Found>> {
+pub fn find_cached(path: &Path) -> io::Result<Option<FoundSocket>> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = match open_cached(path, flags) {
         // Not in the cache, as a file that does not exist: its directory may be, and be local.
@@ -84,7 +84,7 @@ pub fn find_cached(path: &Path) -> io::Result<Option<Found>> {
     let (status, is_local) = examine(&file)?;
     let is_link = FileType::from_raw_mode(status.stx_mode.into()) == FileType::Symlink;
     match is_local && !is_link {
-        true => Found::new(file, &status).map(Some),
+        true => FoundSocket::new(file, &status).map(Some),
         false => Ok(None),
     }
 }
@@ -128,9 +128,9 @@ fn examine(file: &OwnedFd) -> io::Result<(Statx, bool)> {
 /// # Errors
 /// `ConnectionRefused` if it is no socket; `PermissionDenied` where the path leads through a link or file
 /// system of another user; those of openat(2). The text names the component.
-pub fn find(path: &Path) -> io::Result<Found> {
+pub fn find(path: &Path) -> io::Result<FoundSocket> {
     let walk::Entry { file, status, .. } = walk::open(path)?;
-    Found::new(file, &status)
+    FoundSocket::new(file, &status)
 }
 
 /// What tells a directory from all others: its device and inode.

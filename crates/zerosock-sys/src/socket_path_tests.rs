@@ -30,7 +30,7 @@ impl Directory {
     }
 }
 
-fn connects(found: &Found) {
+fn connects(found: &FoundSocket) {
     let socket = socket_with(
         AddressFamily::UNIX,
         SocketType::STREAM,

@@ -1,8 +1,8 @@
 //! AF_XDP: Ethernet frames between the queue of a network interface and memory that the program
 //! chooses, such as the memory of a guest.
 //!
-//! An [`Interface`] attaches a program of a few instructions (XDP) that hands the frames of a queue to the
-//! [`Socket`] of this queue. The memory of a socket (UMEM) is one range: the regions of a guest's
+//! An [`XdpInterface`] attaches a program of a few instructions (XDP) that hands the frames of a queue to the
+//! [`XdpSocket`] of this queue. The memory of a socket (UMEM) is one range: the regions of a guest's
 //! [`Memory`](zerosock_ring::Memory), and private chunks behind them ([`Umem`]).
 //!
 //! | ring | entries | direction |
@@ -16,8 +16,8 @@
 //! - The kernel writes a received frame of at most [`MAX_FRAME`] bytes to [`FRAME_OFFSET`] bytes behind the
 //!   address of its chunk. The program lets no longer frame through. Whether the driver of an
 //!   interface writes anything else is found out in private chunks ([`Probe`]).
-//! - Chunks in the fill ring cannot be recalled: the socket has to be closed ([`Socket::close`]).
-//! - Frames complete in the order in which they were sent ([`Socket::completed`]), in whichever order the
+//! - Chunks in the fill ring cannot be recalled: the socket has to be closed ([`XdpSocket::close`]).
+//! - Frames complete in the order in which they were sent ([`XdpSocket::completed`]), in whichever order the
 //!   kernel returns them.
 //! - Registering memory, binding and closing can take long: the kernel pins all of the memory, and
 //!   waits for other processors. They run on threads of their own ([`Task`]), for which no other has to wait.
@@ -43,13 +43,13 @@ mod umem;
 mod watch;
 
 pub use error::XdpError;
-pub use frame::{Frame, MAX_PARTS};
-pub use interface::{Attached, Interface, MAX_QUEUES, Options};
+pub use frame::{MAX_PARTS, XdpFrame};
+pub use interface::{AttachMode, InterfaceOptions, MAX_QUEUES, XdpInterface};
 pub use probe::{Probe, Verdict};
 pub use program::LongFrames;
 pub use registered::Registered;
 pub use ring::RingSizes;
-pub use socket::{Closing, Received, SendError, Socket};
+pub use socket::{Closing, ReceivedChunk, SendError, XdpSocket};
 pub use task::Task;
 pub use umem::{PROBES, Umem};
 pub use watch::LinkWatch;

@@ -2,7 +2,7 @@
 
 use zerosock_relay::relay;
 
-use crate::endpoint::{ATTACHED_FORMS, Endpoint};
+use crate::endpoint::{ATTACHED_FORMS, EndpointArg};
 
 /// Why an argument is no endpoint of `nc`. clap prints the argument before the error.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
@@ -33,14 +33,14 @@ const FORMS: &str =
     "vsock:CID:PORT, vsock-listen:PORT, unix:PATH, unix-listen:PATH, hybrid:PATH:PORT";
 
 /// Parses the argument.
-pub(super) fn parse(text: &str) -> Result<Endpoint, NcEndpointError> {
+pub(super) fn parse(text: &str) -> Result<EndpointArg, NcEndpointError> {
     let kind = text.split(':').next().unwrap_or_default();
     let kind = kind.to_ascii_lowercase();
     if kind.starts_with("udp") {
         return Err(NcEndpointError::Udp);
     }
     if kind.starts_with("tcp") {
-        return Err(match text.parse::<relay::Endpoint>() {
+        return Err(match text.parse::<relay::KernelEndpoint>() {
             Ok(end) => tcp(&end),
             Err(_) if kind.contains("listen") => {
                 NcEndpointError::TcpListen("tcp-listen:ADDRESS:PORT".into())
@@ -60,7 +60,7 @@ pub(super) fn parse(text: &str) -> Result<Endpoint, NcEndpointError> {
 }
 
 /// The refusal of an end of a relay.
-fn tcp(end: &relay::Endpoint) -> NcEndpointError {
+fn tcp(end: &relay::KernelEndpoint) -> NcEndpointError {
     match end.listens() {
         true => NcEndpointError::TcpListen(end.to_string()),
         false => NcEndpointError::Tcp(end.to_string()),

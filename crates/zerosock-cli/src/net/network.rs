@@ -25,7 +25,7 @@ use zerosock_sys::reaper;
 use zerosock_sys::tun::{AccessError, InterfaceName, Sharing, Tap, TapError};
 use zerosock_sys::xdp::{MAX_FRAME, MAX_QUEUES};
 
-use super::xdp::{self, Claim, How, Interfaces, XdpQueue};
+use super::xdp::{self, Claim, Interfaces, XdpQueue, XdpQueueOptions};
 use crate::failure::Failure;
 use crate::sockets::{self, Access, SocketFile};
 
@@ -192,7 +192,7 @@ impl Network {
         self,
         common: &Common,
         interfaces: &mut Interfaces,
-    ) -> Result<Opened, Failure> {
+    ) -> Result<OpenedNetwork, Failure> {
         let carrier = self.open_carrier(interfaces)?;
         let mut files = Vec::new();
         let mut guests = Vec::new();
@@ -222,7 +222,7 @@ impl Network {
                 },
             });
         }
-        Ok(Opened {
+        Ok(OpenedNetwork {
             carrier,
             guests,
             files,
@@ -235,7 +235,7 @@ impl Network {
             let tap = self.open_tap()?;
             return Ok(tap.map_or(Carrier::None, Carrier::Tap));
         };
-        let how = How {
+        let how = XdpQueueOptions {
             queues: self.queues,
             drop_long: self.xdp_drop_long,
             copy: self.xdp_copy,
@@ -321,14 +321,14 @@ enum Carrier {
 }
 
 /// A network with all that needs capabilities.
-pub(crate) struct Opened {
+pub(crate) struct OpenedNetwork {
     carrier: Carrier,
     guests: Vec<GuestConfig>,
     files: Vec<SocketFile>,
     spin: Duration,
 }
 
-impl Opened {
+impl OpenedNetwork {
     /// Starts the threads.
     pub(crate) fn serve(self) -> Result<Serving, Failure> {
         let title = match &self.carrier {

@@ -17,7 +17,7 @@ use super::list::joined_by_plus;
 
 /// One entry of the list.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Entry(Rule);
+pub(crate) struct AccessEntry(Rule);
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -32,8 +32,8 @@ struct RawRule {
     name: Option<RuleName>,
 }
 
-impl<'de> Deserialize<'de> for Entry {
-    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Entry, D::Error> {
+impl<'de> Deserialize<'de> for AccessEntry {
+    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<AccessEntry, D::Error> {
         input.deserialize_map(OneKey)
     }
 }
@@ -42,13 +42,13 @@ impl<'de> Deserialize<'de> for Entry {
 struct OneKey;
 
 impl<'de> Visitor<'de> for OneKey {
-    type Value = Entry;
+    type Value = AccessEntry;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("`allow: {from: ..., to: ..., ports: ...}`, or `deny:` with the same")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entry, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<AccessEntry, A::Error> {
         let key: Option<String> = map.next_key()?;
         let verdict = match key.as_deref() {
             Some("allow") => Verdict::Allow,
@@ -66,7 +66,7 @@ impl<'de> Visitor<'de> for OneKey {
             let what = format!("`{key}` beside another rule: make two entries of it");
             return Err(A::Error::custom(what));
         }
-        Ok(Entry(Rule {
+        Ok(AccessEntry(Rule {
             name,
             verdict,
             from,
@@ -77,25 +77,28 @@ impl<'de> Visitor<'de> for OneKey {
 }
 
 /// The list of all entries.
-pub(super) fn list(entries: Vec<Entry>) -> AccessList {
-    AccessList::new(entries.into_iter().map(|Entry(rule)| rule))
+pub(super) fn list(entries: Vec<AccessEntry>) -> AccessList {
+    AccessList::new(entries.into_iter().map(|AccessEntry(rule)| rule))
 }
 
 /// The first group in a rule that is not in `known`, with the index of the rule.
 pub(super) fn unknown_group<'a>(
-    entries: &'a [Entry],
+    entries: &'a [AccessEntry],
     known: &BTreeSet<&str>,
 ) -> Option<(usize, &'a str)> {
-    entries.iter().enumerate().find_map(|(index, Entry(rule))| {
-        let parties = rule.from.iter().chain(&rule.to);
-        let mut groups = parties.filter_map(|party| match party {
-            Party::Group(group) => Some(group.as_str()),
-            _ => None,
-        });
-        groups
-            .find(|group| !known.contains(group))
-            .map(|group| (index, group))
-    })
+    entries
+        .iter()
+        .enumerate()
+        .find_map(|(index, AccessEntry(rule))| {
+            let parties = rule.from.iter().chain(&rule.to);
+            let mut groups = parties.filter_map(|party| match party {
+                Party::Group(group) => Some(group.as_str()),
+                _ => None,
+            });
+            groups
+                .find(|group| !known.contains(group))
+                .map(|group| (index, group))
+        })
 }
 
 const PARTIES: &str = "any, host, a CID such as 3, CIDs such as 3-9, group:NAME or name:NAME, \
@@ -177,7 +180,7 @@ pub(super) fn range<T: FromStr + Copy>(text: &str) -> Option<RangeInclusive<T>> 
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Result<Vec<Entry>, String> {
+    fn read(text: &str) -> Result<Vec<AccessEntry>, String> {
         serde_yaml_ng::from_str(text).map_err(|error| error.to_string())
     }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::access::Entry;
+use super::access::AccessEntry;
 use super::attach_flags::RawAttach;
 use super::forward::{Forward, Listen};
 use super::vm::RawVm;
@@ -43,7 +43,7 @@ pub(crate) struct File {
     pub(crate) vms: Vec<RawVm>,
     pub(crate) attach: Option<RawAttach>,
     #[serde(default)]
-    pub(crate) access: Vec<Entry>,
+    pub(crate) access: Vec<AccessEntry>,
     #[serde(default)]
     pub(crate) forward: Vec<Forward>,
     #[serde(default)]

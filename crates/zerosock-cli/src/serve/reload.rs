@@ -29,7 +29,7 @@ use super::vm::{Host, Vm};
 use crate::sockets::SocketFile;
 
 /// The settings in effect, which may differ from the file, and the socket files made here.
-pub(super) struct Running {
+pub(super) struct SettingsInEffect {
     pub(super) settings: Settings,
     /// By the VM's CID.
     pub(super) files: BTreeMap<u32, Vec<SocketFile>>,
@@ -48,13 +48,13 @@ struct Changes {
     fixed: Vec<String>,
 }
 
-impl Running {
+impl SettingsInEffect {
     /// Reads the file again and applies it.
     pub(super) fn reload(
         &mut self,
         args: &ServeArgs,
         daemon: &Daemon,
-        networks: &mut networks::Running,
+        networks: &mut networks::RunningNetworks,
     ) {
         match self.try_reload(args, daemon, networks) {
             Ok(()) => {}
@@ -66,7 +66,7 @@ impl Running {
         &mut self,
         args: &ServeArgs,
         daemon: &Daemon,
-        networks: &mut networks::Running,
+        networks: &mut networks::RunningNetworks,
     ) -> Result<(), String> {
         let mut wanted = Settings::new(args.clone()).map_err(|error| error.to_string())?;
         let changes = Changes::between(&self.settings, &wanted);

@@ -25,12 +25,12 @@ const STATUS_LEN: usize = 8;
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) frontend: Frontend,
-    pub(super) terms: Terms,
+    pub(super) terms: InterfaceTerms,
 }
 
 /// What was negotiated.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Terms {
+pub(super) struct InterfaceTerms {
     pub(super) event_idx: bool,
     /// A received frame may take several buffers.
     pub(super) mergeable: bool,
@@ -85,7 +85,7 @@ impl Link {
             0 => random_mac(),
             _ => space.mac,
         });
-        let terms = Terms {
+        let terms = InterfaceTerms {
             event_idx: features & F_EVENT_IDX != 0,
             mergeable: features & F_MRG_RXBUF != 0,
             to_device: Offloads::of_device(features),

@@ -123,7 +123,7 @@ impl Key {
 
 /// Control packets waiting to be sent: at most one of each kind.
 #[derive(Copy, Clone, Default, Debug)]
-pub(crate) struct Control {
+pub(crate) struct ControlPackets {
     pub(crate) rst: bool,
     /// The RST carries no credit, because no socket existed.
     pub(crate) no_socket: bool,
@@ -135,7 +135,7 @@ pub(crate) struct Control {
     pub(crate) credit_request: bool,
 }
 
-impl Control {
+impl ControlPackets {
     pub(crate) fn any(self) -> bool {
         self.rst
             || self.request
@@ -148,7 +148,7 @@ impl Control {
 
 /// Events waiting to be polled: at most one of each kind.
 #[derive(Copy, Clone, Default, Debug)]
-pub(crate) struct Pending {
+pub(crate) struct PendingEvents {
     pub(crate) incoming: bool,
     pub(crate) connected: bool,
     pub(crate) peer_shutdown: bool,
@@ -156,7 +156,7 @@ pub(crate) struct Pending {
     pub(crate) end: Option<End>,
 }
 
-impl Pending {
+impl PendingEvents {
     pub(crate) fn any(self) -> bool {
         self.incoming || self.connected || self.peer_shutdown || self.writable || self.end.is_some()
     }
@@ -241,10 +241,10 @@ pub(crate) struct Connection {
     pub(crate) tx: TxCredit,
     /// Further state of a SEQPACKET connection.
     pub(crate) messages: Option<Box<Messages>>,
-    pub(crate) control: Control,
+    pub(crate) control: ControlPackets,
     /// The flags of the last SHUTDOWN sent.
     pub(crate) shutdown_sent: How,
-    pub(crate) pending: Pending,
+    pub(crate) pending: PendingEvents,
     /// Whether the caller knows the id.
     pub(crate) known_to_caller: bool,
     /// Its reference to a port or to a listener's backlog, if it has one.
@@ -299,9 +299,9 @@ impl Connection {
             rx: RxCredit::new(first_count, buf_alloc),
             tx: TxCredit::new(first_count, send_limit),
             messages: (socket_type == SocketType::SeqPacket).then(Box::default),
-            control: Control::default(),
+            control: ControlPackets::default(),
             shutdown_sent: How::NONE,
-            pending: Pending::default(),
+            pending: PendingEvents::default(),
             known_to_caller: false,
             port_ref: None,
             queue: None,

@@ -20,14 +20,14 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use zerosock_proto::Instant;
-use zerosock_sys::mmsg::Address;
+use zerosock_sys::mmsg::KernelAddress;
 use zerosock_virtio::deadline::earlier;
 
 pub(super) use self::outcome::{Ended, OpenError};
 
-use super::direction::{Ready, Side, end_of_messages};
+use super::direction::{Ready, WatchedSocket, end_of_messages};
 use super::joined::{Joined, Joining, Turns};
-use super::pair::Stage;
+use super::pair::SocketStage;
 use super::socket::Socket;
 use super::store::{BATCH, Store};
 use crate::associations::{self, AssociationId, AssociationTable};
@@ -48,7 +48,7 @@ const HELD_LIMIT: usize = 64 << 20;
 pub(super) struct Associations {
     listener: Socket,
     readable: bool,
-    table: AssociationTable<Address, Exchange>,
+    table: AssociationTable<KernelAddress, Exchange>,
     timeout: Duration,
     /// The address of the listener, if the kernel may join senders to their sockets.
     connects_at: Option<SocketAddr>,
@@ -60,13 +60,13 @@ pub(super) struct Associations {
 }
 
 /// One sender, with its socket to the target.
-pub(super) type Association = associations::Association<Address, Exchange>;
+pub(super) type SenderAssociation = associations::Association<KernelAddress, Exchange>;
 
 /// The datagrams of one sender, and the answers to them.
 #[derive(Debug)]
 pub(super) struct Exchange {
-    side: Side,
-    pub(super) stage: Stage,
+    side: WatchedSocket,
+    pub(super) stage: SocketStage,
     /// Datagrams that came at the listener.
     received: usize,
     joining: Joining,
@@ -81,10 +81,14 @@ pub(super) struct Exchange {
 /// What the relay decides for a new sender.
 pub(super) trait Opener {
     /// Makes a socket to the target for the association that will have this name.
-    fn open(&mut self, id: AssociationId, source: &Address) -> Result<Opened, OpenError>;
+    fn open(
+        &mut self,
+        id: AssociationId,
+        source: &KernelAddress,
+    ) -> Result<AssociationSocket, OpenError>;
 
     /// An association has ended.
-    fn end(&mut self, association: Association, reason: Ended, now: Instant);
+    fn end(&mut self, association: SenderAssociation, reason: Ended, now: Instant);
 
     /// Has the kernel join the sockets of an association, to its sender and to the target.
     fn join(&mut self, sockets: [OwnedFd; 2], key: u32) -> Result<Joined, [OwnedFd; 2]>;
@@ -94,11 +98,11 @@ pub(super) trait Opener {
 }
 
 /// The socket of a new association, or its absence and the request for it.
-pub(super) type Opened = (Socket, Stage, Option<PendingConnect>);
+pub(super) type AssociationSocket = (Socket, SocketStage, Option<PendingConnect>);
 
 /// What a turn has done.
 #[derive(Debug, Default)]
-pub(super) struct Done {
+pub(super) struct TurnCounts {
     /// Bytes to the target, and to the source.
     pub(super) bytes: [u64; 2],
     pub(super) dropped: u64,
@@ -149,18 +153,18 @@ impl Associations {
         &mut self,
         id: AssociationId,
         socket: Socket,
-    ) -> Option<&mut Association> {
+    ) -> Option<&mut SenderAssociation> {
         let key = self.table.key_of(id)?;
         self.table.enqueue(key);
         let association = self.table.get_mut(key)?;
         association.side.socket = socket;
         association.side.ready = Ready::WRITE;
-        association.stage = Stage::Connected;
+        association.stage = SocketStage::Connected;
         Some(association)
     }
 
     /// Removes an association whose socket cannot be had.
-    pub(super) fn failed(&mut self, id: AssociationId) -> Option<Association> {
+    pub(super) fn failed(&mut self, id: AssociationId) -> Option<SenderAssociation> {
         self.remove(self.table.key_of(id)?)
     }
 
@@ -169,7 +173,7 @@ impl Associations {
     }
 
     /// Ends the associations for which nothing was relayed for the time-out.
-    fn end_idle(&mut self, opener: &mut impl Opener, now: Instant, done: &mut Done) {
+    fn end_idle(&mut self, opener: &mut impl Opener, now: Instant, done: &mut TurnCounts) {
         while let Some(key) = self.table.pop_idle(now) {
             if !self.observe(key, now, done) {
                 self.end(key, Ended::Idle, opener, now);
@@ -182,7 +186,7 @@ impl Associations {
         &mut self,
         opener: &mut impl Opener,
         now: Instant,
-        done: &mut Done,
+        done: &mut TurnCounts,
     ) -> bool {
         // The kernel may have moved datagrams of an association meanwhile: `observe` finds that once per turn.
         while let Some(key) = self.table.longest_idle() {
@@ -195,13 +199,13 @@ impl Associations {
     }
 
     /// Counts the datagrams that the kernel has moved for an association. Returns whether they are the first of this turn.
-    fn observe(&mut self, key: u32, now: Instant, done: &mut Done) -> bool {
+    fn observe(&mut self, key: u32, now: Instant, done: &mut TurnCounts) -> bool {
         let association = self.table.get_mut(key);
         association.is_some_and(|it| it.observe(done)) && self.table.touch(key, now)
     }
 
     /// Removes all associations.
-    pub(super) fn drain(&mut self, done: &mut Done) -> Vec<Association> {
+    pub(super) fn drain(&mut self, done: &mut TurnCounts) -> Vec<SenderAssociation> {
         let keys = self.table.keys().into_iter();
         let mut all: Vec<_> = keys.filter_map(|key| self.remove(key)).collect();
         for association in &mut all {
@@ -216,7 +220,7 @@ impl Associations {
         }
     }
 
-    fn remove(&mut self, key: u32) -> Option<Association> {
+    fn remove(&mut self, key: u32) -> Option<SenderAssociation> {
         let mut association = self.table.remove(key)?;
         match &mut association.joining {
             Joining::No | Joining::Refused => {}
@@ -235,8 +239,8 @@ impl Associations {
         store: &mut Store,
         opener: &mut impl Opener,
         now: Instant,
-    ) -> Done {
-        let mut done = Done::default();
+    ) -> TurnCounts {
+        let mut done = TurnCounts::default();
         self.receive(store, opener, now, &mut done);
         while let Some(key) = self.joining.pop() {
             self.join(key, store, opener, &mut done);
@@ -270,7 +274,7 @@ impl Associations {
         store: &mut Store,
         opener: &mut impl Opener,
         now: Instant,
-        done: &mut Done,
+        done: &mut TurnCounts,
     ) {
         let mut bytes = 0;
         for _ in 0..BATCHES {
@@ -307,10 +311,10 @@ impl Associations {
 
     fn find(
         &mut self,
-        source: Address,
+        source: KernelAddress,
         opener: &mut impl Opener,
         now: Instant,
-        done: &mut Done,
+        done: &mut TurnCounts,
     ) -> Option<u32> {
         if let Some(key) = self.table.find(&source) {
             return Some(key);
@@ -327,7 +331,7 @@ impl Associations {
             }
         };
         let exchange = Exchange {
-            side: Side {
+            side: WatchedSocket {
                 socket,
                 ready: Ready::WRITE,
             },
@@ -352,7 +356,7 @@ impl Associations {
         run: std::ops::Range<usize>,
         store: &mut Store,
         now: Instant,
-        done: &mut Done,
+        done: &mut TurnCounts,
     ) {
         self.table.touch(key, now);
         let room = self.table.room();
@@ -370,7 +374,7 @@ impl Associations {
                 next += 1;
                 continue;
             }
-            if !association.held.is_empty() || association.stage != Stage::Connected {
+            if !association.held.is_empty() || association.stage != SocketStage::Connected {
                 let held = association.hold(batch.message(next), room);
                 association.dropped += u64::from(!held);
                 next += 1;
@@ -415,10 +419,10 @@ impl Associations {
         key: u32,
         store: &mut Store,
         now: Instant,
-        done: &mut Done,
+        done: &mut TurnCounts,
     ) -> Option<Ended> {
         let association = self.table.get_mut(key)?;
-        if association.stage != Stage::Connected {
+        if association.stage != SocketStage::Connected {
             return None;
         }
         let before = association.dropped;
@@ -491,7 +495,7 @@ impl Associations {
     }
 }
 
-impl Association {
+impl SenderAssociation {
     pub(super) fn socket(&self) -> &Socket {
         &self.side.socket
     }
@@ -502,8 +506,8 @@ impl Association {
     }
 
     /// Sends what the target did not take before.
-    fn send_held(&mut self, done: &mut Done) {
-        if self.stage != Stage::Connected {
+    fn send_held(&mut self, done: &mut TurnCounts) {
+        if self.stage != SocketStage::Connected {
             return;
         }
         while !self.held.is_empty() && self.side.ready.has(Ready::WRITE) {

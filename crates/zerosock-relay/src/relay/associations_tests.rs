@@ -9,11 +9,15 @@ use crate::relay::socket::SocketKind;
 struct Resolving;
 
 impl Opener for Resolving {
-    fn open(&mut self, _: AssociationId, _: &Address) -> Result<Opened, OpenError> {
-        Ok((Socket::absent(SocketKind::Udp), Stage::Absent, None))
+    fn open(
+        &mut self,
+        _: AssociationId,
+        _: &KernelAddress,
+    ) -> Result<AssociationSocket, OpenError> {
+        Ok((Socket::absent(SocketKind::Udp), SocketStage::Absent, None))
     }
 
-    fn end(&mut self, _association: Association, _reason: Ended, _now: Instant) {}
+    fn end(&mut self, _association: SenderAssociation, _reason: Ended, _now: Instant) {}
 
     fn join(&mut self, sockets: [OwnedFd; 2], _key: u32) -> Result<Joined, [OwnedFd; 2]> {
         Err(sockets)
@@ -26,21 +30,25 @@ impl Opener for Resolving {
 #[derive(Default)]
 struct Two {
     open: usize,
-    ended: Vec<(Address, Ended, u64)>,
+    ended: Vec<(KernelAddress, Ended, u64)>,
     asked: u32,
 }
 
 impl Opener for Two {
-    fn open(&mut self, _: AssociationId, _: &Address) -> Result<Opened, OpenError> {
+    fn open(
+        &mut self,
+        _: AssociationId,
+        _: &KernelAddress,
+    ) -> Result<AssociationSocket, OpenError> {
         self.asked += 1;
         if self.open == 2 {
             return Err(OpenError::Full);
         }
         self.open += 1;
-        Ok((Socket::absent(SocketKind::Udp), Stage::Absent, None))
+        Ok((Socket::absent(SocketKind::Udp), SocketStage::Absent, None))
     }
 
-    fn end(&mut self, association: Association, reason: Ended, _: Instant) {
+    fn end(&mut self, association: SenderAssociation, reason: Ended, _: Instant) {
         self.open -= 1;
         let unsent = association.unsent();
         self.ended.push((association.source, reason, unsent));
@@ -75,7 +83,7 @@ fn the_longest_idle_sender_is_replaced_and_each_ends_at_its_time_out() {
     for (sender, second) in [(a, 1), (b, 2), (a, 3), (c, 4)] {
         assert_eq!(send(sender, &mut opener, at(second)).refused, 0);
     }
-    let name = |(address, reason, unsent): &(Address, Ended, u64)| {
+    let name = |(address, reason, unsent): &(KernelAddress, Ended, u64)| {
         (address.ip().unwrap(), *reason, *unsent)
     };
     assert_eq!(opener.ended.len(), 1);
@@ -124,6 +132,6 @@ fn datagrams_of_many_senders_wait_for_a_target_in_bounded_memory() {
     assert!(held <= HELD_LIMIT + LENGTH, "{held} bytes");
     assert_eq!(held, all.table.held);
     assert!(dropped > 0);
-    all.drain(&mut Done::default());
+    all.drain(&mut TurnCounts::default());
     assert_eq!(all.table.held, 0);
 }

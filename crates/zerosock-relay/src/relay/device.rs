@@ -29,18 +29,18 @@ use zerosock_virtio::poller::{EventKind, Interest, Readiness, Token};
 use zerosock_virtio::worker::WorkerMessage;
 
 use super::associations::Associations;
-use super::counters::Counters;
-use super::direction::{Ready, Side};
-use super::endpoint::Endpoint;
+use super::counters::WorkerCounters;
+use super::direction::{Ready, WatchedSocket};
+use super::endpoint::KernelEndpoint;
 use super::joined::{Step, Turns};
-use super::pair::{Pair, Reason, Source, Stage, Turn};
-use super::plan::Plan;
+use super::pair::{Origin, Pair, PairOutcome, Reason, SocketStage};
+use super::plan::RelayPlan;
 use super::socket::{Socket, SocketKind};
 use super::store::Store;
 use crate::associations::AssociationId;
 use crate::connector::{ConnectError, Connected, PendingConnect};
 use crate::due::DueList;
-pub use hybrid::{Answer, CLOSED_WITHOUT_OK, LONGEST_ANSWER};
+pub use hybrid::{CLOSED_WITHOUT_OK, HybridAnswer, LONGEST_ANSWER};
 
 /// The sockets of pairs: the key is that of the pair.
 const SIDES: [EventKind; 2] = [EventKind::new(1), EventKind::new(2)];
@@ -59,8 +59,8 @@ type Context<'a> = device::Context<'a, RelayDevice>;
 #[derive(Debug)]
 pub(super) struct RelayDevice {
     addr: DeviceAddr,
-    plan: Arc<Plan>,
-    counters: Arc<Counters>,
+    plan: Arc<RelayPlan>,
+    counters: Arc<WorkerCounters>,
     /// To this worker's own mailbox, for the connector's answers.
     own: Sender<WorkerMessage<RelayDevice>>,
     listeners: Vec<Listener>,
@@ -73,7 +73,7 @@ pub(super) struct RelayDevice {
     queue: VecDeque<u32>,
     store: Store,
     connecting: DueList,
-    /// Requests to the connector, by pair and end: of sockets that are [`Stage::Absent`].
+    /// Requests to the connector, by pair and end: of sockets that are [`SocketStage::Absent`].
     asked: HashMap<(u32, usize), PendingConnect>,
     idle: DueList,
     /// Turns of the pairs that the kernel joins.
@@ -81,7 +81,7 @@ pub(super) struct RelayDevice {
     /// Nothing is accepted until then.
     paused: Option<Instant>,
     /// Connections of each end that wait for one of the other.
-    waiting: [VecDeque<(Socket, Source)>; 2],
+    waiting: [VecDeque<(Socket, Origin)>; 2],
     associations: Option<Associations>,
 }
 
@@ -101,7 +101,7 @@ pub(super) struct Listener {
 #[derive(Debug)]
 pub(super) enum Message {
     /// A connection that another worker has accepted.
-    Accepted(Socket, Source),
+    Accepted(Socket, Origin),
     /// What the connector answers.
     Connected {
         key: u32,
@@ -124,8 +124,8 @@ impl device::Message for Message {}
 #[derive(Debug)]
 pub(super) struct Parts {
     pub(super) addr: DeviceAddr,
-    pub(super) plan: Arc<Plan>,
-    pub(super) counters: Arc<Counters>,
+    pub(super) plan: Arc<RelayPlan>,
+    pub(super) counters: Arc<WorkerCounters>,
     pub(super) own: Sender<WorkerMessage<RelayDevice>>,
     pub(super) listeners: Vec<Listener>,
     /// The socket of all senders of datagrams.
@@ -225,7 +225,7 @@ impl RelayDevice {
             self.queue.retain(|&other| other != key);
         }
         for end in 0..2 {
-            if pair.stage(end) == Stage::Absent
+            if pair.stage(end) == SocketStage::Absent
                 && let Some(request) = self.asked.remove(&(key, end))
             {
                 request.cancel();
@@ -281,22 +281,24 @@ impl RelayDevice {
             };
             self.counters.add_bytes(before, pair.bytes());
             match turn {
-                Turn::Waiting => {}
-                Turn::Busy => self.enqueue(key),
-                Turn::Ended(reason) => self.end_pair(key, reason, cx),
+                PairOutcome::Waiting => {}
+                PairOutcome::Busy => self.enqueue(key),
+                PairOutcome::Ended(reason) => self.end_pair(key, reason, cx),
             }
         }
     }
 
     /// Gives a pair that the kernel joins its turn.
-    fn step(&mut self, key: u32, cx: &mut Context<'_>) -> Turn {
+    fn step(&mut self, key: u32, cx: &mut Context<'_>) -> PairOutcome {
         let Some(pair) = self.pairs.get_mut(key as usize) else {
-            return Turn::Waiting;
+            return PairOutcome::Waiting;
         };
         let again = match pair.step(&mut self.store, cx.now) {
             Step::Wait(again) => again,
-            Step::Ended => return Turn::Ended(Reason::Closed),
-            Step::Failed(end, errno) => return Turn::Ended(Reason::Failed(end as u8, errno)),
+            Step::Ended => return PairOutcome::Ended(Reason::Closed),
+            Step::Failed(end, errno) => {
+                return PairOutcome::Ended(Reason::Failed(end as u8, errno));
+            }
         };
         let needs_room = pair.needs_room();
         if let Some(joined) = pair.joined() {
@@ -309,7 +311,7 @@ impl RelayDevice {
             let at = again.map(|again| cx.now + again);
             self.turns.plan(key, joined, at);
         }
-        Turn::Waiting
+        PairOutcome::Waiting
     }
 
     /// Ends the pairs whose time has come.
@@ -318,9 +320,9 @@ impl RelayDevice {
             let Some(pair) = self.pairs.get(key as usize) else {
                 continue;
             };
-            let end = usize::from(pair.stage(0) == Stage::Connected);
+            let end = usize::from(pair.stage(0) == SocketStage::Connected);
             let reason = match pair.stage(end) {
-                Stage::Greeting => "timed out while waiting for OK",
+                SocketStage::Greeting => "timed out while waiting for OK",
                 _ => "timed out while connecting",
             };
             self.fail_connect(key, end, &reason, cx);
@@ -347,8 +349,8 @@ impl RelayDevice {
     }
 }
 
-fn side(socket: Socket, ready: Ready) -> Side {
-    Side { socket, ready }
+fn side(socket: Socket, ready: Ready) -> WatchedSocket {
+    WatchedSocket { socket, ready }
 }
 
 /// What an edge says, as the directions know it.
@@ -446,7 +448,7 @@ impl WorkerDevice for RelayDevice {
             Message::Associated { id, result } => self.on_associated(id, result, cx),
             Message::Begin => {
                 self.plan.admit();
-                self.begin(None, Source::Here, cx);
+                self.begin(None, Origin::Here, cx);
             }
         }
     }
@@ -494,6 +496,6 @@ impl WorkerDevice for RelayDevice {
 }
 
 /// The end of a relay, for a log line.
-fn name(plan: &Plan, end: usize) -> &Endpoint {
+fn name(plan: &RelayPlan, end: usize) -> &KernelEndpoint {
     &plan.config.ends[end & 1]
 }

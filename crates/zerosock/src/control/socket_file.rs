@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rustix::fs::{Gid, Mode};
 use rustix::net::SocketType;
-use zerosock_sys::socket_file::{self, Options};
+use zerosock_sys::socket_file::{self, SocketFileOptions};
 
 pub(crate) use zerosock_sys::socket_file::SocketFile;
 
@@ -22,7 +22,7 @@ pub(crate) fn bind(
     mode: Option<u32>,
     group: Option<u32>,
 ) -> io::Result<(OwnedFd, SocketFile)> {
-    let options = Options {
+    let options = SocketFileOptions {
         kind: match kind {
             SocketKind::Frontend | SocketKind::Program => SocketType::STREAM,
             SocketKind::Packets => SocketType::SEQPACKET,

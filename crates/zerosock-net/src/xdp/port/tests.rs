@@ -1,12 +1,12 @@
 //! A port on one end of a veth pair.
 
-use super::super::veth::{DEADLINE, Pair, frame, with_pair};
+use super::super::veth::{DEADLINE, VethPair, frame, with_pair};
 use super::*;
 
 /// A port as the uplink of a switch, and what it counts.
 struct Uplink {
-    port: Port,
-    pair: Pair,
+    port: XdpPort,
+    pair: VethPair,
     tally: NetStats,
     begun: std::time::Instant,
 }
@@ -43,7 +43,7 @@ impl Uplink {
 fn socket_that_returns_an_unknown_chunk_is_replaced() {
     with_pair("socket_that_returns_an_unknown_chunk", |pair| {
         let mut uplink = Uplink {
-            port: Port::new(&pair.near, 0, false).unwrap(),
+            port: XdpPort::new(&pair.near, 0, false).unwrap(),
             pair,
             tally: NetStats::default(),
             begun: std::time::Instant::now(),

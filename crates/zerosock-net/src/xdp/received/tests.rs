@@ -11,16 +11,16 @@ use zerosock_sys::memfd;
 use zerosock_sys::xdp::{Registered, Umem};
 
 use super::super::sizes::CHUNKS;
-use super::super::veth::{DEADLINE, Pair, frame, with_pair};
+use super::super::veth::{DEADLINE, VethPair, frame, with_pair};
 use super::*;
 
 const NOT_POSTED: &str = "a frame came in a chunk that was not posted, or came back before";
 const OUT_OF_ORDER: &str = "the driver does not use the guest's buffers in their order";
 
 struct Link {
-    receiver: Receiver,
-    socket: Socket,
-    pair: Pair,
+    receiver: XdpReceiver,
+    socket: XdpSocket,
+    pair: VethPair,
 }
 
 fn with_link(
@@ -32,7 +32,7 @@ fn with_link(
         let umem = Umem::map(memory, CHUNKS).unwrap();
         let registered = Registered::create(umem, SIZES).unwrap();
         let socket = registered.bind(&pair.near, 0, DEADLINE).unwrap();
-        let mut receiver = Receiver::new(false);
+        let mut receiver = XdpReceiver::new(false);
         receiver.attach(&socket);
         test(Link {
             receiver,
@@ -56,7 +56,7 @@ impl Link {
     }
 
     /// The next frame, or why the socket has to be closed.
-    fn next(&mut self) -> Result<Received, String> {
+    fn next(&mut self) -> Result<ReceivedChunk, String> {
         let end = Instant::now() + DEADLINE;
         loop {
             match self.receiver.next(&mut self.socket, "test") {

@@ -62,7 +62,7 @@ pub enum BindError {
 
 /// Why a datagram is not sent.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
-pub enum Refusal {
+pub enum DatagramRefusal {
     /// There is no such socket.
     #[error("no such socket")]
     Unknown,

@@ -44,7 +44,10 @@ use super::codec::{
 use crate::control::registry::DeviceRegistry;
 use crate::routing::name::Name;
 use clients::{is_allowed, send_last_answer};
-use state::{BUDGET, Client, Conflict, JoinRequest, LISTENER, PendingClaim, Stage, State, granted};
+use state::{
+    BUDGET, Client, ClientState, Conflict, JoinRequest, LISTENER, MemberStage, PendingClaim,
+    granted,
+};
 use zerosock_vhost_user::FrontendRegistry;
 
 pub(crate) use state::{MAX_TURNED_AWAY, Server};
@@ -89,7 +92,7 @@ impl Server {
             // A request carries no descriptors. Each message could bring more of them, so no client
             // stays that has sent any.
             if received.truncated_fds || !fds.is_empty() {
-                if let State::Attached { .. } = client.state {
+                if let ClientState::Attached { .. } = client.state {
                     return self.drop_client(key, "it sent descriptors", frontends);
                 }
                 let refusal = Answer::refusal(Status::BadRequest, Version::default());
@@ -112,7 +115,7 @@ impl Server {
             return;
         };
         match (&client.state, request) {
-            (&State::AwaitingRequest { until }, Ok(Request::Attach(request))) => {
+            (&ClientState::AwaitingRequest { until }, Ok(Request::Attach(request))) => {
                 self.attach(
                     key,
                     JoinRequest::Process(request),
@@ -121,7 +124,7 @@ impl Server {
                     frontends,
                 );
             }
-            (&State::AwaitingRequest { until }, Ok(Request::Serve(request))) => {
+            (&ClientState::AwaitingRequest { until }, Ok(Request::Serve(request))) => {
                 self.attach(
                     key,
                     JoinRequest::Service(request),
@@ -130,16 +133,16 @@ impl Server {
                     frontends,
                 );
             }
-            (State::Attached { .. }, Ok(Request::Claim(ports))) => {
+            (ClientState::Attached { .. }, Ok(Request::Claim(ports))) => {
                 self.claim(key, ports, Self::claim_deadline(), registry, frontends);
             }
-            (State::Attached { .. }, Ok(Request::Release(ports))) => {
+            (ClientState::Attached { .. }, Ok(Request::Release(ports))) => {
                 self.give_up(key, ports, registry, frontends);
             }
-            (State::Attached { .. }, Ok(Request::Resolve(name))) => {
+            (ClientState::Attached { .. }, Ok(Request::Resolve(name))) => {
                 let vm = self.by_name.get(&name);
                 let member = vm.and_then(|vm| self.members.get(vm));
-                let member = member.filter(|member| member.stage == Stage::Active);
+                let member = member.filter(|member| member.stage == MemberStage::Active);
                 let answer = match member {
                     Some(member) => granted(member.cid),
                     None => Answer::refusal(Status::UnknownName, VERSION),
@@ -147,23 +150,23 @@ impl Server {
                 client.answer = Some(encode_answer(&answer));
             }
             // A member stays attached after a bad request.
-            (State::Attached { .. }, Err(refusal)) => {
+            (ClientState::Attached { .. }, Err(refusal)) => {
                 client.answer = Some(encode_answer(&refusal));
             }
-            (State::Attached { .. }, Ok(Request::Attach(_) | Request::Serve(_))) => {
+            (ClientState::Attached { .. }, Ok(Request::Attach(_) | Request::Serve(_))) => {
                 let refusal = Answer::refusal(Status::BadRequest, VERSION);
                 client.answer = Some(encode_answer(&refusal));
             }
-            (State::AwaitingRequest { .. }, Err(refusal)) => self.refuse(key, &refusal),
+            (ClientState::AwaitingRequest { .. }, Err(refusal)) => self.refuse(key, &refusal),
             // The first request must attach, and only one request may be under way before that.
-            (State::AwaitingRequest { .. }, Ok(_)) => {
+            (ClientState::AwaitingRequest { .. }, Ok(_)) => {
                 self.refuse(key, &Answer::refusal(Status::BadRequest, VERSION));
             }
-            (&State::Joining { vm, .. }, _) => {
+            (&ClientState::Joining { vm, .. }, _) => {
                 self.refuse(key, &Answer::refusal(Status::BadRequest, VERSION));
                 self.disconnect_member(vm, "it sent a request before it was answered", frontends);
             }
-            (State::Waiting { .. }, _) => {
+            (ClientState::Waiting { .. }, _) => {
                 self.refuse(key, &Answer::refusal(Status::BadRequest, VERSION));
             }
         }
@@ -196,7 +199,7 @@ impl Server {
             Ok(slot) => slot,
             Err(Conflict::Temporary(_)) if Instant::now() < until => {
                 if let Some(client) = self.clients.get_mut(&key) {
-                    client.state = State::Waiting { until, request };
+                    client.state = ClientState::Waiting { until, request };
                 }
                 return;
             }
@@ -213,7 +216,7 @@ impl Server {
     /// Retries requests that wait for something to become free.
     fn retry(&mut self, registry: &mut DeviceRegistry, frontends: &mut FrontendRegistry) {
         let waiting = |(&key, client): (&u32, &Client)| match client.state {
-            State::Waiting { .. } => Some(key),
+            ClientState::Waiting { .. } => Some(key),
             _ => None,
         };
         let keys: Vec<u32> = self.clients.iter().filter_map(waiting).collect();
@@ -221,10 +224,10 @@ impl Server {
             let Some(client) = self.clients.get_mut(&key) else {
                 continue;
             };
-            let placeholder = State::AwaitingRequest {
+            let placeholder = ClientState::AwaitingRequest {
                 until: Instant::now(),
             };
-            if let State::Waiting { until, request } =
+            if let ClientState::Waiting { until, request } =
                 std::mem::replace(&mut client.state, placeholder)
             {
                 self.attach(key, request, until, registry, frontends);
@@ -274,12 +277,12 @@ impl Server {
             return;
         };
         let (number, notice) = frontends.notice();
-        member.stage = Stage::Removing(number);
+        member.stage = MemberStage::Removing(number);
         let (cid, addr, service) = (member.cid, member.addr, member.service.is_some());
         let name = member.name.as_ref().map_or("", Name::as_str).to_owned();
         if let Some(key) = member.client.take()
             && let Some(client) = self.clients.remove(&key)
-            && matches!(client.state, State::Joining { .. })
+            && matches!(client.state, ClientState::Joining { .. })
         {
             send_last_answer(
                 &client.socket,
@@ -310,12 +313,12 @@ impl Server {
         frontends: &mut FrontendRegistry,
     ) {
         self.claims_notice_dropped(number, frontends);
-        let stages = [Stage::Joining(number), Stage::Removing(number)];
+        let stages = [MemberStage::Joining(number), MemberStage::Removing(number)];
         let found = self.members.iter().find(|(_, m)| stages.contains(&m.stage));
         let Some((&vm, member)) = found else {
             return self.retry(registry, frontends);
         };
-        if member.stage == Stage::Joining(number) {
+        if member.stage == MemberStage::Joining(number) {
             return self.joined(vm, frontends);
         }
         if let Some(member) = self.members.remove(&vm) {
@@ -368,10 +371,10 @@ impl Server {
             let Some(client) = self.clients.get_mut(&key) else {
                 continue;
             };
-            let placeholder = State::AwaitingRequest { until: now };
+            let placeholder = ClientState::AwaitingRequest { until: now };
             match std::mem::replace(&mut client.state, placeholder) {
                 // Time is up: `attach` answers with the conflict.
-                State::Waiting { until, request } => {
+                ClientState::Waiting { until, request } => {
                     self.attach(key, request, until, registry, frontends)
                 }
                 _ => {

@@ -18,7 +18,8 @@ use super::super::codec::{Answer, Status, VERSION, encode_answer};
 use super::super::{HOST, LAST_CLAIMABLE, MAX_CLAIMS};
 use super::clients::{has_hung_up, is_allowed};
 use super::state::{
-    Claim, Client, Conflict, PendingClaim, REQUEST_TIMEOUT, Server, Stage, State, granted,
+    Claim, Client, ClientState, Conflict, MemberStage, PendingClaim, REQUEST_TIMEOUT, Server,
+    granted,
 };
 use crate::control::registry::DeviceRegistry;
 use zerosock_vhost_user::FrontendRegistry;
@@ -235,11 +236,13 @@ impl Server {
     fn service_of(&mut self, key: u32) -> Option<usize> {
         let client = self.clients.get(&key)?;
         let member = match client.state {
-            State::Attached { vm } => self.members.get(&vm).map(|member| (vm, member)),
+            ClientState::Attached { vm } => self.members.get(&vm).map(|member| (vm, member)),
             _ => None,
         };
         match member {
-            Some((vm, member)) if member.service.is_some() && member.stage == Stage::Active => {
+            Some((vm, member))
+                if member.service.is_some() && member.stage == MemberStage::Active =>
+            {
                 Some(vm)
             }
             _ => {

@@ -9,11 +9,11 @@ use zerosock_proto::wire::net::{HEADER_LEN, Header, Mac, Offloads};
 use zerosock_ring::{Chain, DeviceQueue, DriverLayout, Memory, QueueConfig};
 use zerosock_vhost_user::frontend::Frontend;
 
-use super::link::{Link, Terms};
+use super::link::{InterfaceTerms, Link};
 use super::{Interface, InterfaceConfig};
 
 /// The device's side.
-pub(super) struct Device {
+pub(super) struct TestDevice {
     pub(super) rx: DeviceQueue,
     pub(super) tx: DeviceQueue,
     /// The rings in this mapping, for a device that lies.
@@ -24,12 +24,14 @@ pub(super) struct Device {
 }
 
 /// An interface with all offloads, the configuration changed by `tune`, and its device.
-pub(super) fn pair(tune: impl FnOnce(&mut InterfaceConfig, &mut Terms)) -> (Interface, Device) {
+pub(super) fn pair(
+    tune: impl FnOnce(&mut InterfaceConfig, &mut InterfaceTerms),
+) -> (Interface, TestDevice) {
     let mut config = InterfaceConfig {
         control_timeout: Duration::from_millis(10),
         ..InterfaceConfig::default()
     };
-    let mut terms = Terms {
+    let mut terms = InterfaceTerms {
         event_idx: true,
         mergeable: true,
         to_device: Offloads::ALL,
@@ -74,7 +76,7 @@ pub(super) fn pair(tune: impl FnOnce(&mut InterfaceConfig, &mut Terms)) -> (Inte
     };
     let interface = Interface::start(Link { frontend, terms }, &config, start).unwrap();
     let (rx, tx, rings, memory) = device.unwrap();
-    let device = Device {
+    let device = TestDevice {
         rx,
         tx,
         rings,
@@ -91,7 +93,7 @@ pub(super) fn frame(len: usize, seed: u8) -> Vec<u8> {
         .collect()
 }
 
-impl Device {
+impl TestDevice {
     /// Writes a frame to as many buffers as it takes. Returns their chains and the bytes in each; the
     /// number of buffers is in the header.
     pub(super) fn write(&mut self, mut header: Header, frame: &[u8]) -> Vec<(Chain, u32)> {

@@ -24,3 +24,7 @@ pub use connector::{
 };
 pub use networks::{AddressPolicy, Denied, DenyReason, Network};
 pub use target::{DomainName, Host, Target};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -92,3 +92,7 @@ pub use {
     },
     trust::{Claim, Trust},
 };
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

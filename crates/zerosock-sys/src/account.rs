@@ -47,6 +47,16 @@ pub struct Limits {
     pub mapped_each: u64,
 }
 
+impl Limits {
+    /// No limits.
+    pub const NONE: Limits = Limits {
+        descriptors: u64::MAX,
+        numbers: u64::MAX,
+        mapped: u64::MAX,
+        mapped_each: u64::MAX,
+    };
+}
+
 /// Why there is no permit.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum Exceeded {
@@ -169,13 +179,7 @@ impl Budget {
 
     /// A budget that refuses nothing.
     pub fn unlimited() -> Budget {
-        let limits = Limits {
-            descriptors: u64::MAX,
-            numbers: u64::MAX,
-            mapped: u64::MAX,
-            mapped_each: u64::MAX,
-        };
-        Budget::new(limits, usize::MAX)
+        Budget::new(Limits::NONE, usize::MAX)
     }
 
     /// What there is.

@@ -58,3 +58,7 @@ pub use slices::{
     send_slices_zero_copy, write_slices,
 };
 pub use tcp_counts::tcp_written;
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

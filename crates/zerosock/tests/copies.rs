@@ -9,7 +9,7 @@ use crate::common::{
     host,
 };
 use zerosock::daemon::DaemonConfig;
-use zerosock::driver::{Address, How, Port};
+use zerosock::driver::{Address, Directions, Port};
 
 const LEN: usize = 60_000;
 
@@ -185,7 +185,7 @@ fn a_stalled_reader_costs_one_bounded_copy() {
     guest.wait_send(stream, &all[sent..], deadline()).unwrap();
     guest.shutdown(
         stream,
-        How {
+        Directions {
             receive: false,
             send: true,
         },

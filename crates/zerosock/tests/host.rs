@@ -11,7 +11,7 @@ use crate::common::raw::RawGuest;
 use crate::common::{self, assert_bytes, bytes, deadline, eventually, host};
 use crate::hosting::{self, Hosted};
 use zerosock::access::{AccessList, Party, Ports, Rule, Verdict};
-use zerosock::driver::{AttachError, Driver, DriverConfig, FrontendError, How, StreamState};
+use zerosock::driver::{AttachError, Directions, Driver, DriverConfig, FrontendError, StreamState};
 use zerosock::vsock::{
     ConnectError, ConnectReason, Endpoint, Fault, FrontendFault, Host, Stream, Wait,
 };
@@ -35,7 +35,7 @@ fn bytes_arrive_both_ways_and_so_do_ends() {
                 let mut guest = hosted.guest();
                 let stream = guest.wait_connect(host(700), deadline()).unwrap();
                 guest.wait_send(stream, &bytes(1, LEN), deadline()).unwrap();
-                guest.shutdown(stream, How::SEND);
+                guest.shutdown(stream, Directions::SEND);
                 let mut back = Vec::new();
                 guest
                     .wait_recv_to_end(stream, &mut back, deadline())

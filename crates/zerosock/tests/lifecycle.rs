@@ -14,7 +14,7 @@ use crate::common::{
     host_listener, hybrid,
 };
 use zerosock::driver::{
-    Driver, DriverEvent, How, Port, RecvError, SendError, StreamId, StreamState,
+    Directions, Driver, DriverEvent, Port, RecvError, SendError, StreamId, StreamState,
 };
 use zerosock_proto::wire::vsock::Op;
 
@@ -249,7 +249,7 @@ fn disturbed(mut disturb: impl FnMut(&mut Driver, &TestDaemon)) {
                 Err(error) => panic!("after {sent} bytes: {error}"),
             }
             if sent == want.len() {
-                guest.shutdown(echo.stream, How::SEND);
+                guest.shutdown(echo.stream, Directions::SEND);
             }
         }
         guest.flush();

@@ -7,7 +7,7 @@ use super::event::{CloseReason, RefuseReason};
 use super::flow_id::FlowId;
 use super::messages::Messages;
 use super::ports::PortRef;
-use super::state::{How, State};
+use super::state::{Directions, State};
 use crate::addr::Address;
 use crate::time::Instant;
 use crate::wire::vsock::{Op, Repr, SEQ_EOM, SEQ_EOR, SocketType};
@@ -243,7 +243,7 @@ pub(crate) struct Connection {
     pub(crate) messages: Option<Box<Messages>>,
     pub(crate) control: ControlPackets,
     /// The flags of the last SHUTDOWN sent.
-    pub(crate) shutdown_sent: How,
+    pub(crate) shutdown_sent: Directions,
     pub(crate) pending: PendingEvents,
     /// Whether the caller knows the id.
     pub(crate) known_to_caller: bool,
@@ -300,7 +300,7 @@ impl Connection {
             tx: TxCredit::new(first_count, send_limit),
             messages: (socket_type == SocketType::SeqPacket).then(Box::default),
             control: ControlPackets::default(),
-            shutdown_sent: How::NONE,
+            shutdown_sent: Directions::NONE,
             pending: PendingEvents::default(),
             known_to_caller: false,
             port_ref: None,
@@ -363,12 +363,12 @@ impl Connection {
     }
 
     /// The directions that we and the peer have shut down.
-    pub(crate) fn shutdown_directions(&self) -> (How, How) {
+    pub(crate) fn shutdown_directions(&self) -> (Directions, Directions) {
         match self.state {
             State::Established { local, peer } => (local, peer),
-            State::Closing { peer } => (How::BOTH, peer),
+            State::Closing { peer } => (Directions::BOTH, peer),
             State::Listen | State::Connecting | State::Incoming | State::Closed => {
-                (How::NONE, How::NONE)
+                (Directions::NONE, Directions::NONE)
             }
         }
     }
@@ -470,15 +470,15 @@ impl Connection {
 
     /// Directions that the next SHUTDOWN shuts down. It follows all data. A close is sent as a
     /// whole, because a peer that learns early that we do not receive may reset what we still send.
-    pub(crate) fn shutdown_due(&self) -> How {
+    pub(crate) fn shutdown_due(&self) -> Directions {
         let State::Established { local, .. } = self.state else {
-            return How::NONE;
+            return Directions::NONE;
         };
         let drained = !self.has_queued && !self.message_in_progress();
         if local.is_both() && !drained {
-            return How::NONE;
+            return Directions::NONE;
         }
-        How {
+        Directions {
             receive: local.receive && !self.shutdown_sent.receive,
             send: local.send && !self.shutdown_sent.send && drained,
         }

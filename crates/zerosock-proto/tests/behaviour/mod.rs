@@ -9,8 +9,8 @@ mod sending;
 use std::sync::Arc;
 
 use zerosock_proto::vsock::{
-    CloseReason, CommitError, ConnectError, ConsumeError, Disposition, DropReason, Event,
-    FlowError, FlowId, How, LocalCids, PortTable, RefuseReason, ReserveError, SendError, Shard,
+    CloseReason, CommitError, ConnectError, ConsumeError, Directions, Disposition, DropReason,
+    Event, FlowError, FlowId, LocalCids, PortTable, RefuseReason, ReserveError, SendError, Shard,
     ShardConfig, State, Transmit,
 };
 use zerosock_proto::wire::vsock::{
@@ -180,7 +180,7 @@ fn a_device_declines_the_moves_of_an_older_driver() {
     let got = host.handle_packet(NOW, &stray);
     assert_eq!(got, Disposition::Dropped(DropReason::NoSocket));
     assert!(is(&header(&mut host), Op::Rst));
-    host.shutdown(NOW, theirs, How::BOTH).unwrap();
+    host.shutdown(NOW, theirs, Directions::BOTH).unwrap();
     assert!(is(&header(&mut host), Op::Shutdown));
     let got = host.handle_packet(NOW, &request);
     assert_eq!(got, Disposition::Dropped(DropReason::Unexpected));
@@ -238,7 +238,10 @@ fn calls_with_stale_ids_fail() {
     assert_eq!(guest.flow(ours), None);
     assert_eq!(guest.consume(ours, 1), Err(ConsumeError::Stale));
     assert_eq!(guest.reset(ours), Err(FlowError::Stale));
-    assert_eq!(guest.shutdown(NOW, ours, How::BOTH), Err(FlowError::Stale));
+    assert_eq!(
+        guest.shutdown(NOW, ours, Directions::BOTH),
+        Err(FlowError::Stale)
+    );
     assert_eq!(guest.send(ours, 1, 0), Err(SendError::Stale));
     assert_eq!(guest.reserve(ours, 1).unwrap_err(), ReserveError::Stale);
     assert_eq!(guest.consume(new, 1), Err(ConsumeError::TooMany));

@@ -15,7 +15,7 @@
 use std::convert::Infallible;
 
 use crate::device::state::app::NONE;
-use zerosock_proto::vsock::{ConnectError, FlowId, How, ReserveError, Shard};
+use zerosock_proto::vsock::{ConnectError, Directions, FlowId, ReserveError, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_ring::{Chain, FrontChain, GuestSlice};
@@ -462,7 +462,7 @@ impl Device {
     }
 
     /// Shuts down one direction, or both.
-    pub(crate) fn app_shutdown(&mut self, flow: FlowId, how: How, now: Instant) {
+    pub(crate) fn app_shutdown(&mut self, flow: FlowId, how: Directions, now: Instant) {
         // Fails if the flow has ended, and then no shutdown is needed.
         let _ = self.shard.shutdown(now, flow, how);
     }
@@ -474,7 +474,7 @@ impl Device {
         if self.app.flows.remove(flow).is_some() {
             cx.shared.counters.conns_removed.add(1);
         }
-        if reset || self.shard.shutdown(cx.now, flow, How::BOTH).is_err() {
+        if reset || self.shard.shutdown(cx.now, flow, Directions::BOTH).is_err() {
             // Fails if the flow has ended, and then no reset is needed.
             let _ = self.shard.reset(flow);
         }

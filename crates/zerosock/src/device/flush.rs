@@ -19,7 +19,7 @@ use crate::device::state::sibling_message::SiblingMessage;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::SendFlags;
-use zerosock_proto::vsock::How;
+use zerosock_proto::vsock::Directions;
 use zerosock_ring::{Chain, DeviceQueue, Memory, SliceBuf};
 use zerosock_virtio::poller::Interest;
 use zerosock_zc::{SocketKind, notifications};
@@ -189,7 +189,7 @@ impl Device {
             .outbound
             .clear(|chain, sent| complete_or_keep(tx, forwarded, chain, sent));
         if let Some(flow) = bridge.flow {
-            let _ = self.shard.shutdown(cx.now, flow, How::RECEIVE);
+            let _ = self.shard.shutdown(cx.now, flow, Directions::RECEIVE);
         }
     }
 

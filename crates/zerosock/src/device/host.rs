@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, SocketType as SocketKind};
 use std::sync::Arc;
 use std::time::Duration;
-use zerosock_proto::vsock::{FlowId, How, QueuePairs};
+use zerosock_proto::vsock::{Directions, FlowId, QueuePairs};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_relay::connector::ConnectRequest;
@@ -598,7 +598,7 @@ impl Device {
             };
             // The program's end of stream was passed on before; now it has also stopped reading.
             if let Some(flow) = bridge.flow {
-                let _ = self.shard.shutdown(cx.now, flow, How::BOTH);
+                let _ = self.shard.shutdown(cx.now, flow, Directions::BOTH);
             }
         }
         let has_bytes = |bridge: &Bridge| !bridge.outbound.is_empty();

@@ -14,7 +14,7 @@
 
 use std::io::IoSlice;
 
-use zerosock_proto::vsock::{FlowId, How, ReserveError};
+use zerosock_proto::vsock::{Directions, FlowId, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, GuestSlice, Memory};
 
@@ -244,7 +244,7 @@ impl Device {
             // The remaining bytes are an incomplete message.
             sibling::return_inbound(sibling, true, cx);
             bridge.read_closed = true;
-            let _ = self.shard.shutdown(cx.now, flow, How::SEND);
+            let _ = self.shard.shutdown(cx.now, flow, Directions::SEND);
         }
         // Fewer bytes are in copies now.
         self.update_bridge(key, cx);

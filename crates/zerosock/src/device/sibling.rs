@@ -13,7 +13,7 @@ use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::routing::Denial;
 use crate::stats::RefusalCause;
-use zerosock_proto::vsock::{FlowId, How, SMALL_PACKET};
+use zerosock_proto::vsock::{Directions, FlowId, SMALL_PACKET};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
@@ -423,7 +423,7 @@ impl Device {
         };
         if receive {
             bridge.write_closed = true;
-            let _ = self.shard.shutdown(cx.now, to, How::RECEIVE);
+            let _ = self.shard.shutdown(cx.now, to, Directions::RECEIVE);
         }
         if send {
             s.finish = true;

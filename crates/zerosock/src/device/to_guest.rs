@@ -13,7 +13,7 @@ use super::{Context, Device, TURN_BYTES};
 use crate::table::outgoing::Outgoing;
 use arrayvec::ArrayVec;
 use rustix::io::Errno;
-use zerosock_proto::vsock::{FlowId, How, Reservation, ReserveError, Shard};
+use zerosock_proto::vsock::{Directions, FlowId, Reservation, ReserveError, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory, SliceBuf};
 use zerosock_virtio::ring::Ring;
@@ -271,7 +271,9 @@ impl Device {
             bridge.read_closed = true;
             if let Some(flow) = bridge.flow {
                 let (receive, send) = (bridge.host_gone, true);
-                let _ = self.shard.shutdown(cx.now, flow, How { receive, send });
+                let _ = self
+                    .shard
+                    .shutdown(cx.now, flow, Directions { receive, send });
             }
         }
         Fill::Idle
@@ -349,7 +351,7 @@ impl Device {
         let sibling_finished = sibling.finish && sibling.is_drained();
         if sibling_finished && !bridge.read_closed {
             bridge.read_closed = true;
-            let _ = self.shard.shutdown(cx.now, flow, How::SEND);
+            let _ = self.shard.shutdown(cx.now, flow, Directions::SEND);
         }
         // Fewer bytes are in copies now, which count for the device's limits.
         self.update_bridge(key, cx);

@@ -71,7 +71,7 @@ pub use events::{DriverEvent, DriverStats};
 pub use link::AttachError;
 pub use loans::Loan;
 pub use queues::QueueSetupError;
-pub use zerosock_proto::vsock::How;
+pub use zerosock_proto::vsock::Directions;
 pub use zerosock_proto::{Address, Cid, Port};
 pub use zerosock_vhost_user::frontend::{Frontend, FrontendError, VringAddr};
 

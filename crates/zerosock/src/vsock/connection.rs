@@ -19,7 +19,7 @@ use std::net::Shutdown;
 use std::sync::{Arc, Mutex};
 
 use zerosock_proto::Address;
-use zerosock_proto::vsock::How;
+use zerosock_proto::vsock::Directions;
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_ring::Trust;
 
@@ -93,9 +93,9 @@ impl Connection {
 
     pub(super) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
         let how = match how {
-            Shutdown::Read => How::RECEIVE,
-            Shutdown::Write => How::SEND,
-            Shutdown::Both => How::BOTH,
+            Shutdown::Read => Directions::RECEIVE,
+            Shutdown::Write => Directions::SEND,
+            Shutdown::Both => Directions::BOTH,
         };
         let mut locked = self.core.lock();
         let backend = locked.backend();

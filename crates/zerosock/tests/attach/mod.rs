@@ -15,7 +15,8 @@ use crate::common::{self, Vm, daemon_config, deadline};
 use zerosock::attach::{self, AttachConfig, AttachError, AttachRequest, Attached, Client};
 use zerosock::daemon::{Daemon, DaemonConfig, Stats};
 use zerosock::driver::{
-    Address, Cid, Driver, DriverConfig, How, Port, RecvError, SendError, StreamId, StreamState,
+    Address, Cid, Directions, Driver, DriverConfig, Port, RecvError, SendError, StreamId,
+    StreamState,
 };
 
 const PORT: Port = Port::new(77);
@@ -189,7 +190,7 @@ fn push(driver: &mut Driver, stream: StreamId, bytes: &[u8], sent: &mut usize) {
             Err(error) => panic!("after {sent} bytes: {error}"),
         }
         if *sent == bytes.len() {
-            driver.shutdown(stream, How::SEND);
+            driver.shutdown(stream, Directions::SEND);
         }
     }
 }

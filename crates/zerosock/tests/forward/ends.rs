@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use zerosock::Port;
-use zerosock::driver::{Driver, How, RecvError, SendError, StreamId};
+use zerosock::driver::{Directions, Driver, RecvError, SendError, StreamId};
 
 use super::inward::{listening, tcp_listener};
 use super::{Lab, accept, rule, tcp_server, with_time_outs};
@@ -72,7 +72,7 @@ fn the_guests_half_close_leaves_the_other_direction_open() {
             ..
         } = joined;
         guest.wait_send(stream, b"question", deadline()).unwrap();
-        guest.shutdown(stream, How::SEND);
+        guest.shutdown(stream, Directions::SEND);
         let answer = thread::spawn(move || {
             let mut question = Vec::new();
             outside.read_to_end(&mut question).unwrap();
@@ -105,7 +105,7 @@ fn the_other_half_close_leaves_the_guests_direction_open() {
             .unwrap();
         assert_eq!(got, b"question");
         guest.wait_send(stream, b"answer", deadline()).unwrap();
-        guest.shutdown(stream, How::SEND);
+        guest.shutdown(stream, Directions::SEND);
         let reader = thread::spawn(move || {
             let mut answer = Vec::new();
             outside.read_to_end(&mut answer).unwrap();

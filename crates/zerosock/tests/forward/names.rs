@@ -6,7 +6,7 @@ use std::os::unix::net::UnixListener;
 use std::thread;
 use std::time::Duration;
 
-use zerosock::driver::How;
+use zerosock::driver::Directions;
 
 use super::{Lab, accept, refused, rule, tcp_server, unix};
 use crate::common::{deadline, eventually_with, host};
@@ -138,7 +138,7 @@ fn the_proxy_header_has_cid_and_ports_of_the_source_and_comes_first() {
     let (local, _) = guest.addresses(stream).unwrap();
     let mut server = accept(&listener);
     guest.wait_send(stream, b"payload", deadline()).unwrap();
-    guest.shutdown(stream, How::SEND);
+    guest.shutdown(stream, Directions::SEND);
     let reader = thread::spawn(move || {
         let mut got = Vec::new();
         server.read_to_end(&mut got).unwrap();

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use zerosock::access::{Cids, Party};
-use zerosock::driver::How;
+use zerosock::driver::Directions;
 use zerosock::forward::ForwardRule;
 use zerosock::{Cid, Port};
 
@@ -30,7 +30,7 @@ fn there_and_back(lab: &Lab, port: u32) {
     let stream = guest.wait_connect(host(port), deadline()).unwrap();
     let sent = bytes(1, LEN);
     guest.wait_send(stream, &sent, deadline()).unwrap();
-    guest.shutdown(stream, How::SEND);
+    guest.shutdown(stream, Directions::SEND);
     let mut got = Vec::new();
     guest
         .wait_recv_to_end(stream, &mut got, deadline())

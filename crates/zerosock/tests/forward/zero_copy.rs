@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::set_socket_recv_buffer_size;
-use zerosock::driver::How;
+use zerosock::driver::Directions;
 use zerosock::forward::{ForwardRule, ZeroCopy};
 use zerosock_proto::wire::vsock::Op;
 
@@ -200,7 +200,7 @@ fn a_client_of_a_listening_rule_is_served_too() {
     let sent = bytes(1, 4 << 20);
     let reader = read(client, sent.len());
     guest.wait_send(stream, &sent, deadline()).unwrap();
-    guest.shutdown(stream, How::SEND);
+    guest.shutdown(stream, Directions::SEND);
     crate::common::eventually_with(&mut guest, "all read", |_| reader.is_finished());
     assert_bytes(&reader.join().unwrap().1, &sent);
     assert!(lab.stats().zero_copy_bytes > 0);
@@ -282,7 +282,7 @@ fn a_target_that_pauses_for_5_s_keeps_its_connection_and_delays_no_other() {
         let reader = read(accept(&other), 4 << 20);
         let sent = bytes(9, 4 << 20);
         neighbour.wait_send(stream, &sent, deadline()).unwrap();
-        neighbour.shutdown(stream, How::SEND);
+        neighbour.shutdown(stream, Directions::SEND);
         crate::common::eventually_with(&mut neighbour, "all read", |_| reader.is_finished());
         assert_bytes(&reader.join().unwrap().1, &sent);
         if option == ZeroCopy::Always {

@@ -5,7 +5,7 @@ use std::thread;
 
 use zerosock::daemon::DaemonConfig;
 use zerosock_proto::vsock::pairs::tx_queue;
-use zerosock_proto::vsock::{How, QueuePairs};
+use zerosock_proto::vsock::{Directions, QueuePairs};
 
 use super::guest::{PairsGuest, until};
 use crate::common::raw::{RawGuest, connect};
@@ -44,7 +44,7 @@ fn each_port_counts_once_and_is_gone_with_its_connection() {
     for (conn, program) in programs.into_iter().enumerate().rev() {
         match conn % 2 {
             0 => drop(program),
-            _ => guest.shutdown(conn, How::BOTH),
+            _ => guest.shutdown(conn, Directions::BOTH),
         }
     }
     until(&mut [&mut guest], |_| ports_now(&daemon) == 0);

@@ -6,7 +6,7 @@ use std::thread;
 
 use zerosock::daemon::DaemonConfig;
 use zerosock::driver::{Address, Cid, Port};
-use zerosock_proto::vsock::{How, QueuePairs};
+use zerosock_proto::vsock::{Directions, QueuePairs};
 
 use super::guest::{PairsGuest, until};
 use crate::common::{TestDaemon, connect_guest};
@@ -101,7 +101,7 @@ fn moves_asked_for_while_both_sides_send_lose_no_bytes_of_the_host() {
     for &(_, conn, seed) in &conns {
         assert!(guest.conns[conn].declined > 3);
         assert!(guest.conns[conn].received == pattern(LEN, 100 + seed));
-        guest.shutdown(conn, How::SEND);
+        guest.shutdown(conn, Directions::SEND);
     }
     until(&mut [&mut guest], |guests| {
         guests[0].conns.iter().all(|conn| conn.finished)
@@ -160,7 +160,7 @@ fn moves_asked_for_at_both_ends_lose_no_bytes_of_siblings() {
         assert!(there.received == pattern(LEN, n));
     }
     for n in 0..5 {
-        one.shutdown(n, How::BOTH);
+        one.shutdown(n, Directions::BOTH);
     }
     until(&mut [&mut one, &mut two], |guests| {
         let ended = |guest: &PairsGuest| guest.conns.iter().all(|conn| conn.at.is_none());

@@ -9,10 +9,10 @@ use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
 use zerosock_proto::{Instant, Port};
 use zerosock_virtio::device::WorkerDevice;
 
-use crate::device::bare::{self, Guest};
 use crate::device::host_sockets::HostSocket;
 use crate::device::lab::Lab;
 use crate::device::state::host::Caller;
+use crate::device::test_guest::{self, Guest};
 
 const PORT: Port = Port::new(22);
 const MS: Duration = Duration::from_millis(1);
@@ -32,7 +32,7 @@ impl Test {
         lab.shared.limits.connect = connect_timeout;
         let (cid, addr) = (lab.device.cid, lab.device.addr);
         Arc::make_mut(&mut lab.shared.routes).add(cid, addr, &[]);
-        let guest = bare::start(&mut lab.device);
+        let guest = test_guest::start(&mut lab.device);
         Test {
             lab,
             guest,

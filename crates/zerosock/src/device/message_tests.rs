@@ -8,8 +8,8 @@ use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_virtio::device::WorkerDevice;
 use zerosock_virtio::outbox::DeviceAddr;
 
-use super::bare::{self, Guest};
 use super::lab::Lab;
+use super::test_guest::{self, Guest};
 use super::*;
 use crate::device::host_sockets::HostSocket;
 use crate::device::state::peer::Peer;
@@ -31,7 +31,7 @@ impl Joined {
     fn new() -> Joined {
         let mut lab = Lab::new();
         let (device, mut cx) = lab.lend();
-        let guest = bare::start(device);
+        let guest = test_guest::start(device);
         device.shard.set_seqpacket(true);
         let connect = SiblingMessage::Connect {
             from: Peer {

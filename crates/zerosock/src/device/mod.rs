@@ -34,8 +34,6 @@ pub(crate) mod app_store;
 #[cfg(test)]
 mod arming_tests;
 mod backlog;
-#[cfg(test)]
-pub(crate) mod bare;
 mod coalescing;
 mod connection_log;
 pub(crate) mod datagrams;
@@ -69,6 +67,8 @@ mod sibling;
 pub(crate) mod state;
 mod stopped;
 mod teardown;
+#[cfg(test)]
+pub(crate) mod test_guest;
 #[cfg(test)]
 mod time_limit_tests;
 mod to_guest;

@@ -8,8 +8,8 @@ use zerosock_vhost_user::{DeviceCommand, Reply};
 use zerosock_virtio::command::VirtioDevice;
 use zerosock_virtio::device::WorkerDevice;
 
-use crate::device::bare::{self, Guest};
 use crate::device::lab::Lab;
+use crate::device::test_guest::{self, Guest};
 use crate::device::{RX, TX};
 
 const LIMIT: Duration = Duration::from_secs(300);
@@ -18,7 +18,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 fn device(limit: Option<Duration>) -> (Lab, Guest) {
     let mut lab = Lab::new();
     lab.device.stop.limit = limit;
-    let mut guest = bare::start(&mut lab.device);
+    let mut guest = test_guest::start(&mut lab.device);
     lab.ready();
     turn(&mut lab, Instant::ZERO);
     let [request] = guest.received().try_into().unwrap();

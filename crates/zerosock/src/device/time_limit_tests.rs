@@ -182,7 +182,7 @@ fn few_transmit_buffers_of_a_guest_return_after_a_delay_or_at_the_end() {
     for (uses_datagrams, returned) in [(false, [0, 1]), (true, [1, 0])] {
         let mut lab = Lab::new();
         let (device, mut cx) = lab.lend();
-        let mut guest = super::bare::start(device);
+        let mut guest = super::test_guest::start(device);
         if uses_datagrams {
             // A sender of datagrams waits for its buffers.
             device

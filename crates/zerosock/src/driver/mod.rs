@@ -30,8 +30,6 @@ mod arena;
 #[cfg(test)]
 mod arming_tests;
 mod backend;
-#[cfg(test)]
-mod bare;
 mod blocking;
 mod commands;
 mod config;
@@ -52,6 +50,8 @@ mod queue_pairs;
 mod queues;
 mod setup;
 mod store;
+#[cfg(test)]
+mod test_device;
 #[cfg(test)]
 mod tests;
 mod transfer;

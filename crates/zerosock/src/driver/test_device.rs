@@ -21,7 +21,7 @@ pub(super) const CID: Cid = Cid::new(3);
 pub(super) const SERVER: Address = Address::new(Cid::HOST, Port::new(1024));
 
 /// The device's side.
-pub(super) struct Peer {
+pub(super) struct TestDevice {
     pub(super) rx: DeviceQueue,
     pub(super) tx: DeviceQueue,
     /// The queues of further pairs, receive and transmit; `rx` and `tx` change places with them.
@@ -36,12 +36,15 @@ pub(super) struct Peer {
 }
 
 /// A driver with the configuration changed by `tune`, and its device.
-pub(super) fn pair(tune: impl FnOnce(&mut DriverConfig)) -> (Driver, Peer) {
+pub(super) fn pair(tune: impl FnOnce(&mut DriverConfig)) -> (Driver, TestDevice) {
     pairs(QueuePairs::ONE, tune)
 }
 
 /// As `pair`, with `pairs` queue pairs.
-pub(super) fn pairs(pairs: QueuePairs, tune: impl FnOnce(&mut DriverConfig)) -> (Driver, Peer) {
+pub(super) fn pairs(
+    pairs: QueuePairs,
+    tune: impl FnOnce(&mut DriverConfig),
+) -> (Driver, TestDevice) {
     let mut config = DriverConfig::new("/nowhere");
     config.control_timeout = Duration::from_millis(10);
     tune(&mut config);
@@ -75,7 +78,7 @@ pub(super) fn pairs(pairs: QueuePairs, tune: impl FnOnce(&mut DriverConfig)) -> 
         };
         DeviceQueue::new(memory.clone(), &config).unwrap()
     };
-    let peer = Peer {
+    let peer = TestDevice {
         rx: queue(rx_queue(0).into()),
         tx: queue(tx_queue(0).into()),
         others: (1..pairs.get())
@@ -99,7 +102,7 @@ pub(super) fn pairs(pairs: QueuePairs, tune: impl FnOnce(&mut DriverConfig)) -> 
 }
 
 /// Opens a connection from the driver to its device.
-pub(super) fn connect(driver: &mut Driver, peer: &mut Peer) -> StreamId {
+pub(super) fn connect(driver: &mut Driver, peer: &mut TestDevice) -> StreamId {
     let id = Backend::connect(driver, Port::ANY, SERVER, SocketType::Stream).unwrap();
     Backend::flush(driver);
     let request = peer.take_op(Op::Request);
@@ -120,7 +123,7 @@ fn header(queue: &DeviceQueue, chain: &Chain) -> Repr {
     Repr::parse(&Packet::new_checked(&bytes[..]).unwrap()).unwrap()
 }
 
-impl Peer {
+impl TestDevice {
     /// Uses queue pair `pair` (from 1) from now on; the current one takes its place in `others`.
     pub(super) fn swap(&mut self, pair: usize) {
         let other = &mut self.others[pair - 1];

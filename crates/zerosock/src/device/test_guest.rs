@@ -64,7 +64,7 @@ fn rings(memory: &Arc<Memory>, at: u64) -> (Ring, DriverQueue) {
 
 /// Starts the queues of a device, with all buffers posted.
 pub(crate) fn start(device: &mut Device) -> Guest {
-    let fd = zerosock_sys::memfd::create("bare", LEN, true).unwrap();
+    let fd = zerosock_sys::memfd::create("test-guest", LEN, true).unwrap();
     let region = RegionConfig {
         guest_addr: 0,
         user_addr: 0,

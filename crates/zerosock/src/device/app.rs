@@ -96,7 +96,7 @@ impl Device {
             return self.reset_unknown(chain, flow);
         };
         let end = ends.unwrap_or_default();
-        let Some(held) = self.app_held(chain, len, end, Some(cx.now), app) else {
+        let Some(held) = self.hold_for_program(chain, len, end, Some(cx.now), app) else {
             return;
         };
         match ends {
@@ -117,7 +117,7 @@ impl Device {
     /// Makes a chain a buffer that the program holds. `since`: when it arrived; `None`: the next turn sets
     /// it. `None` without a transmit queue.
     #[inline]
-    pub(super) fn app_held(
+    pub(super) fn hold_for_program(
         &mut self,
         chain: Chain,
         len: u32,

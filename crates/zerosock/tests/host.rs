@@ -11,7 +11,9 @@ use crate::common::raw::RawGuest;
 use crate::common::{self, assert_bytes, bytes, deadline, eventually, host};
 use crate::hosting::{self, Hosted};
 use zerosock::access::{AccessList, Party, Ports, Rule, Verdict};
-use zerosock::driver::{AttachError, Directions, Driver, DriverConfig, FrontendError, StreamState};
+use zerosock::driver::{
+    Directions, Driver, DriverAttachError, DriverConfig, FrontendError, StreamState,
+};
 use zerosock::vsock::{
     ConnectError, ConnectReason, Endpoint, Fault, FrontendFault, Host, Stream, Wait,
 };
@@ -404,8 +406,8 @@ fn a_reader_is_woken_by_a_shutdown_of_another_thread() {
 
 #[test]
 fn a_host_refuses_shrinkable_memory_unless_it_is_allowed() {
-    let refused = |guest: Result<Driver, AttachError>| match guest {
-        Err(AttachError::Frontend(FrontendError::Refused { request, .. })) => request,
+    let refused = |guest: Result<Driver, DriverAttachError>| match guest {
+        Err(DriverAttachError::Frontend(FrontendError::Refused { request, .. })) => request,
         Err(error) => panic!("{error}"),
         Ok(_) => panic!("taken"),
     };

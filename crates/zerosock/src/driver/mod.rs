@@ -68,7 +68,7 @@ pub use arena::ArenaError;
 pub use config::{ConfigError, DriverConfig};
 pub use errors::{DriverError, RecvError, SendError, WaitError};
 pub use events::{DriverEvent, DriverStats};
-pub use link::AttachError;
+pub use link::DriverAttachError;
 pub use loans::Loan;
 pub use queues::QueueSetupError;
 pub use zerosock_proto::vsock::Directions;

@@ -349,7 +349,8 @@ fn memory_that_can_shrink_is_refused_to_processes() {
         ..DriverConfig::default()
     };
     let error = Driver::attach_over(attached.socket, config).unwrap_err();
-    let driver::AttachError::Frontend(FrontendError::Refused { request, status }) = error else {
+    let driver::DriverAttachError::Frontend(FrontendError::Refused { request, status }) = error
+    else {
         panic!("{error}");
     };
     assert_eq!((request, status), ("SET_MEM_TABLE", 1));

@@ -28,7 +28,7 @@ fn memory_that_can_shrink_is_refused_by_a_host() {
     assert!(
         matches!(
             error,
-            driver::AttachError::Frontend(FrontendError::Refused {
+            driver::DriverAttachError::Frontend(FrontendError::Refused {
                 request: "SET_MEM_TABLE",
                 ..
             })

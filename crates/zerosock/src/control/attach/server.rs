@@ -45,8 +45,8 @@ use crate::control::registry::DeviceRegistry;
 use crate::routing::name::Name;
 use clients::{is_allowed, send_last_answer};
 use state::{
-    BUDGET, Client, ClientState, Conflict, JoinRequest, LISTENER, MemberStage, PendingClaim,
-    granted,
+    AttachedClient, BUDGET, ClientState, Conflict, JoinRequest, LISTENER, MemberStage,
+    PendingClaim, granted,
 };
 use zerosock_vhost_user::FrontendRegistry;
 
@@ -215,7 +215,7 @@ impl Server {
 
     /// Retries requests that wait for something to become free.
     fn retry(&mut self, registry: &mut DeviceRegistry, frontends: &mut FrontendRegistry) {
-        let waiting = |(&key, client): (&u32, &Client)| match client.state {
+        let waiting = |(&key, client): (&u32, &AttachedClient)| match client.state {
             ClientState::Waiting { .. } => Some(key),
             _ => None,
         };

@@ -13,7 +13,7 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 use zerosock_ring::Chain;
 
 use super::put::{DatagramPayload, NotPut};
-use crate::device::state::sibling_message::{Datagram, Payload as Carried, SiblingMessage};
+use crate::device::state::sibling_message::{SiblingDatagram, SiblingMessage, SiblingPayload};
 use crate::device::{Context, Device};
 use crate::fallible;
 
@@ -58,11 +58,11 @@ impl Device {
             }
             Some(bytes) => {
                 self.datagrams.under_way += bytes.len();
-                Carried::Copied(bytes.into_boxed_slice())
+                SiblingPayload::Copied(bytes.into_boxed_slice())
             }
-            None => Carried::Lent(tx.queue.memory().clone()),
+            None => SiblingPayload::Lent(tx.queue.memory().clone()),
         };
-        let datagram = Datagram {
+        let datagram = SiblingDatagram {
             from: self.addr,
             flow: self.datagrams.flow_control,
             header,
@@ -74,8 +74,12 @@ impl Device {
     }
 
     /// Handles a sibling's datagram or flow-control packet for our guest.
-    pub(in crate::device) fn sibling_datagram(&mut self, datagram: Datagram, cx: &mut Context<'_>) {
-        let Datagram {
+    pub(in crate::device) fn sibling_datagram(
+        &mut self,
+        datagram: SiblingDatagram,
+        cx: &mut Context<'_>,
+    ) {
+        let SiblingDatagram {
             from,
             flow,
             header,
@@ -96,8 +100,8 @@ impl Device {
             self.datagrams.queue_control(header);
         } else {
             let source = match &payload {
-                Carried::Copied(bytes) => DatagramPayload::Bytes(bytes),
-                Carried::Lent(memory) => {
+                SiblingPayload::Copied(bytes) => DatagramPayload::Bytes(bytes),
+                SiblingPayload::Lent(memory) => {
                     DatagramPayload::Chain(memory, &chain, header.len as usize)
                 }
             };

@@ -11,7 +11,9 @@ use zerosock_ring::{
 
 use super::*;
 use crate::device::lab::Lab;
-use crate::device::state::sibling_message::{Datagram, Payload, SiblingMessage, return_lent};
+use crate::device::state::sibling_message::{
+    SiblingDatagram, SiblingMessage, SiblingPayload, return_lent,
+};
 use zerosock_virtio::outbox::DeviceAddr;
 
 const SOURCE: DeviceAddr = DeviceAddr {
@@ -63,13 +65,13 @@ fn ring(n: usize, len: u32, writable: bool) -> Ring {
 }
 
 /// `n` assembled datagrams of a sibling, each of `len` bytes.
-pub(crate) fn datagrams(n: usize, len: usize) -> Vec<Datagram> {
+pub(crate) fn datagrams(n: usize, len: usize) -> Vec<SiblingDatagram> {
     let mut queue = queue(n, 64, false);
-    let one = |_| Datagram {
+    let one = |_| SiblingDatagram {
         from: SOURCE,
         flow: false,
         header: data(FROM, TO, len as u32, true),
-        payload: Payload::Copied(vec![7; len].into_boxed_slice()),
+        payload: SiblingPayload::Copied(vec![7; len].into_boxed_slice()),
         chain: queue.pop().unwrap().unwrap(),
         epoch: 0,
     };

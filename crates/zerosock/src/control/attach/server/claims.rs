@@ -18,8 +18,8 @@ use super::super::codec::{Answer, Status, VERSION, encode_answer};
 use super::super::{HOST, LAST_CLAIMABLE, MAX_CLAIMS};
 use super::clients::{has_hung_up, is_allowed};
 use super::state::{
-    Claim, Client, ClientState, Conflict, MemberStage, PendingClaim, REQUEST_TIMEOUT, Server,
-    granted,
+    AttachedClient, Claim, ClientState, Conflict, MemberStage, PendingClaim, REQUEST_TIMEOUT,
+    Server, granted,
 };
 use crate::control::registry::DeviceRegistry;
 use zerosock_vhost_user::FrontendRegistry;
@@ -190,7 +190,7 @@ impl Server {
     pub(super) fn claims_notice_dropped(&mut self, number: u64, frontends: &mut FrontendRegistry) {
         self.claims
             .retain(|_, claim| claim.releasing != Some(number));
-        let asked = |(&key, client): (&u32, &Client)| match client.pending_claim {
+        let asked = |(&key, client): (&u32, &AttachedClient)| match client.pending_claim {
             Some(PendingClaim::Publishing(notice)) if notice == number => Some(key),
             _ => None,
         };
@@ -210,7 +210,7 @@ impl Server {
         frontends: &mut FrontendRegistry,
         which: impl Fn(Instant) -> bool,
     ) {
-        let waiting = |(&key, client): (&u32, &Client)| match client.pending_claim {
+        let waiting = |(&key, client): (&u32, &AttachedClient)| match client.pending_claim {
             Some(PendingClaim::Waiting { until, .. }) if which(until) => Some(key),
             _ => None,
         };

@@ -18,7 +18,7 @@ use zerosock_sys::{PeerFd, fd_passing};
 
 use super::super::codec::{Answer, Status, Version, encode_answer};
 use super::state::{
-    ACCEPT_PAUSE, ANSWER_LIMIT, BUDGET, Client, ClientState, LISTENER, MAX_CLIENTS,
+    ACCEPT_PAUSE, ANSWER_LIMIT, AttachedClient, BUDGET, ClientState, LISTENER, MAX_CLIENTS,
     REQUEST_TIMEOUT, Server,
 };
 use crate::control::registry::DeviceRegistry;
@@ -95,7 +95,7 @@ impl Server {
             if let Err(error) = frontends.watch(&socket, key, watched) {
                 return self.warn(&format!("cannot watch a process: {error}"));
             }
-            let client = Client {
+            let client = AttachedClient {
                 socket,
                 uid,
                 pid,
@@ -184,7 +184,7 @@ impl Server {
     }
 }
 
-impl Client {
+impl AttachedClient {
     /// Sends the pending answer. Returns false if the socket has no room for it.
     pub(super) fn flush(&mut self) -> io::Result<bool> {
         if let Some(answer) = &self.answer {

@@ -42,7 +42,7 @@ pub(super) const LISTENER: u32 = 0;
 pub(crate) struct Server {
     pub(super) config: AttachConfig,
     pub(super) directory: Arc<Directory>,
-    pub(super) clients: BTreeMap<u32, Client>,
+    pub(super) clients: BTreeMap<u32, AttachedClient>,
     pub(super) last_key: u32,
     pub(super) members: BTreeMap<usize, AttachedMember>,
     pub(super) by_cid: BTreeMap<Cid, usize>,
@@ -119,7 +119,7 @@ impl Server {
 }
 
 /// A connection to the attach socket.
-pub(super) struct Client {
+pub(super) struct AttachedClient {
     pub(super) socket: PeerFd,
     pub(super) uid: u32,
     pub(super) pid: i32,
@@ -135,7 +135,7 @@ pub(super) struct Client {
     pub(super) epoll: Arc<OwnedFd>,
 }
 
-impl Drop for Client {
+impl Drop for AttachedClient {
     fn drop(&mut self) {
         // The reaper closes the socket later, perhaps after descriptors that do not close. Without
         // this, epoll would report it until then, and the client would not see the end.

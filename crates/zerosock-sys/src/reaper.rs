@@ -401,4 +401,5 @@ impl Reaper {
 }
 
 #[cfg(test)]
+#[path = "reaper_tests.rs"]
 mod tests;

@@ -437,4 +437,5 @@ pub(super) fn gone() -> FrameError {
 }
 
 #[cfg(test)]
+#[path = "port_tests.rs"]
 mod tests;

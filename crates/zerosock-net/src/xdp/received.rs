@@ -259,4 +259,5 @@ fn copy(
 }
 
 #[cfg(test)]
+#[path = "received_tests.rs"]
 mod tests;

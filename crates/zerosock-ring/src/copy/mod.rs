@@ -109,10 +109,10 @@ pub(crate) unsafe fn store(at: *mut u8, word: u64) {
 }
 
 #[cfg(all(target_arch = "x86_64", not(miri)))]
-#[path = "copy/x86_64.rs"]
+#[path = "x86_64.rs"]
 mod arch;
 #[cfg(not(all(target_arch = "x86_64", not(miri))))]
-#[path = "copy/atomic.rs"]
+#[path = "atomic.rs"]
 mod arch;
 // Tested everywhere.
 #[cfg(all(test, target_arch = "x86_64", not(miri)))]

@@ -596,5 +596,4 @@ fn name(request: FrontendReq) -> &'static str {
 }
 
 #[cfg(test)]
-#[path = "frontend_tests.rs"]
 mod tests;

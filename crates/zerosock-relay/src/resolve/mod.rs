@@ -23,7 +23,7 @@ mod answer;
 #[cfg(feature = "names")]
 mod system;
 #[cfg(not(feature = "names"))]
-#[path = "resolve/absent.rs"]
+#[path = "absent.rs"]
 mod system;
 
 pub(crate) use answer::{Family, LookupError, LookupResult};
@@ -182,5 +182,4 @@ fn bounded(addresses: Vec<IpAddr>) -> Vec<IpAddr> {
 }
 
 #[cfg(test)]
-#[path = "resolve_tests.rs"]
 mod tests;

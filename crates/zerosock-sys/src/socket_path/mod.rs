@@ -166,5 +166,4 @@ pub fn connect(path: &Path, kind: SocketType, timeout: Duration) -> io::Result<O
 }
 
 #[cfg(test)]
-#[path = "socket_path_tests.rs"]
 mod tests;

@@ -528,5 +528,4 @@ impl SenderAssociation {
 }
 
 #[cfg(test)]
-#[path = "associations_tests.rs"]
 mod tests;

@@ -606,14 +606,14 @@ pub(super) fn send_fault(error: ReserveError) -> SendFault {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::lab::Lab;
+    use crate::device::lab::DeviceFixture;
     use crate::table::leases::Leases;
     use std::sync::Arc;
     use std::time::Duration;
 
     #[test]
     fn request_of_the_wrong_type_is_not_counted_as_full_backlog() {
-        let mut lab = Lab::new();
+        let mut lab = DeviceFixture::new();
         let leases = Arc::new(Leases::new(8));
         let mut app = App::new(leases, Duration::from_secs(1), 0, false);
         let local = Address::new(Cid::HOST, Port::new(9));

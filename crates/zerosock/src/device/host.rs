@@ -646,7 +646,7 @@ fn forget_handshake(socket: &HostSocket, cx: &Context<'_>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::lab::Lab;
+    use crate::device::lab::DeviceFixture;
     use std::io::Write;
     use std::os::unix::net::UnixStream;
     use zerosock_virtio::poller::{Events, Poller};
@@ -673,7 +673,7 @@ mod tests {
     #[test]
     fn an_end_of_file_behind_part_of_a_line_ends_the_handshake() {
         for half in [false, true] {
-            let mut lab = Lab::new();
+            let mut lab = DeviceFixture::new();
             let (device, mut cx) = lab.lend();
             let program = begin(device, b"CONN", &mut cx);
             dispatch(device, &mut cx);
@@ -691,7 +691,7 @@ mod tests {
 
     #[test]
     fn a_program_may_shut_down_sending_behind_its_line() {
-        let mut lab = Lab::new();
+        let mut lab = DeviceFixture::new();
         let (device, mut cx) = lab.lend();
         let mut program = begin(device, b"CONN", &mut cx);
         program.write_all(b"ECT 1\nall").unwrap();
@@ -704,7 +704,7 @@ mod tests {
 
     #[test]
     fn a_full_table_of_handshakes_refuses_and_counts() {
-        let mut lab = Lab::new();
+        let mut lab = DeviceFixture::new();
         let (device, mut cx) = lab.lend();
         let _first = begin(device, b"C", &mut cx);
         let _second = begin(device, b"C", &mut cx);
@@ -714,7 +714,7 @@ mod tests {
 
     #[test]
     fn refused_handshake_leaves_the_poller_before_it_is_closed() {
-        let mut lab = Lab::new();
+        let mut lab = DeviceFixture::new();
         let (device, mut cx) = lab.lend();
         let (ours, mut program) = UnixStream::pair().unwrap();
         // As if the reaper had not closed it yet.

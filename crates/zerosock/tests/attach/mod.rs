@@ -22,16 +22,16 @@ use zerosock::driver::{
 const PORT: Port = Port::new(77);
 
 /// A daemon with an attach socket.
-struct Lab {
+struct AttachDaemon {
     daemon: Option<Daemon>,
     vms: Vec<Vm>,
     path: PathBuf,
     _dir: tempfile::TempDir,
 }
 
-impl Lab {
-    fn new(vms: u32) -> Lab {
-        Lab::with(vms, |_| {}, |_| {})
+impl AttachDaemon {
+    fn new(vms: u32) -> AttachDaemon {
+        AttachDaemon::with(vms, |_| {}, |_| {})
     }
 
     /// VMs with CIDs from 3 on.
@@ -39,7 +39,7 @@ impl Lab {
         vms: u32,
         tune: impl FnOnce(&mut DaemonConfig),
         tune_attach: impl FnOnce(&mut AttachConfig),
-    ) -> Lab {
+    ) -> AttachDaemon {
         let dir = tempfile::tempdir().unwrap();
         let vm = |cid| Vm {
             cid,
@@ -53,7 +53,7 @@ impl Lab {
         tune_attach(&mut attach);
         config.attach = Some(attach);
         tune(&mut config);
-        Lab {
+        AttachDaemon {
             daemon: Some(Daemon::start(config).unwrap()),
             vms,
             path,
@@ -101,7 +101,7 @@ impl Lab {
     }
 }
 
-impl Drop for Lab {
+impl Drop for AttachDaemon {
     fn drop(&mut self) {
         if let Some(daemon) = self.daemon.take() {
             daemon.shutdown();

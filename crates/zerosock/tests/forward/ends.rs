@@ -9,12 +9,12 @@ use zerosock::Port;
 use zerosock::driver::{Directions, Driver, RecvError, SendError, StreamId};
 
 use super::inward::{listening, tcp_listener};
-use super::{Lab, accept, rule, tcp_server, with_time_outs};
+use super::{ForwardingDaemon, accept, rule, tcp_server, with_time_outs};
 use crate::common::{deadline, eventually_with, host};
 
 /// A connection: whether the guest has connected, the guest's end, and the other one.
 struct Joined {
-    lab: Lab,
+    lab: ForwardingDaemon,
     guest: Driver,
     stream: StreamId,
     outside: TcpStream,
@@ -22,7 +22,7 @@ struct Joined {
 
 fn outward() -> Joined {
     let (listener, target) = tcp_server();
-    let lab = Lab::new(vec![rule(1, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(1, target)]);
     let mut guest = lab.guest();
     let stream = guest.wait_connect(host(1), deadline()).unwrap();
     let outside = accept(&listener);
@@ -37,7 +37,7 @@ fn outward() -> Joined {
 fn inward() -> Joined {
     let (socket, on) = tcp_listener();
     let to = on;
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.listen = vec![listening(on, socket, "3:1")]
     });
     let mut guest = lab.guest();

@@ -28,19 +28,19 @@ use crate::common::{self, PATIENCE, Vm, deadline, eventually, host};
 
 /// A daemon with rules, VMs from CID 3 on, and an attach socket on which the test's user may also run
 /// services.
-struct Lab {
+struct ForwardingDaemon {
     daemon: Option<Daemon>,
     vms: Vec<Vm>,
     dir: tempfile::TempDir,
 }
 
-impl Lab {
+impl ForwardingDaemon {
     /// One VM and these rules.
-    fn new(rules: Vec<ForwardRule>) -> Lab {
-        Lab::with(1, |config| config.forward = rules)
+    fn new(rules: Vec<ForwardRule>) -> ForwardingDaemon {
+        ForwardingDaemon::with(1, |config| config.forward = rules)
     }
 
-    fn with(vms: u32, tune: impl FnOnce(&mut DaemonConfig)) -> Lab {
+    fn with(vms: u32, tune: impl FnOnce(&mut DaemonConfig)) -> ForwardingDaemon {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: String| dir.path().join(name);
         let vms: Vec<_> = (3..3 + vms)
@@ -55,7 +55,7 @@ impl Lab {
         attach.service_uids = vec![rustix::process::geteuid().as_raw()];
         config.attach = Some(attach);
         tune(&mut config);
-        Lab {
+        ForwardingDaemon {
             daemon: Some(Daemon::start(config).unwrap()),
             vms,
             dir,
@@ -118,7 +118,7 @@ impl Lab {
     }
 }
 
-impl Drop for Lab {
+impl Drop for ForwardingDaemon {
     fn drop(&mut self) {
         if let Some(daemon) = self.daemon.take() {
             daemon.shutdown();

@@ -15,7 +15,7 @@ use zerosock::forward::{ForwardRule, ZeroCopy};
 use zerosock_proto::wire::vsock::Op;
 
 use super::inward::{listening, tcp_listener};
-use super::{Lab, accept, rule, tcp_server, with_time_outs};
+use super::{ForwardingDaemon, accept, rule, tcp_server, with_time_outs};
 use crate::common::raw::{GUEST, NEXT, RX, RawGuest, SIZE, TX, emit};
 use crate::common::{PATIENCE, assert_bytes, byte, bytes, deadline, eventually, host};
 
@@ -43,12 +43,12 @@ fn with_zero_copy(port: u32, target: &str, option: ZeroCopy) -> ForwardRule {
 const HOLD: Duration = Duration::from_secs(1);
 
 /// `vms` VMs with credit for everything that a test sends, and these rules.
-fn lab(vms: u32, rules: Vec<ForwardRule>) -> Lab {
+fn lab(vms: u32, rules: Vec<ForwardRule>) -> ForwardingDaemon {
     lab_that_holds(HOLD, vms, rules)
 }
 
-fn lab_that_holds(hold: Duration, vms: u32, rules: Vec<ForwardRule>) -> Lab {
-    Lab::with(vms, |config| {
+fn lab_that_holds(hold: Duration, vms: u32, rules: Vec<ForwardRule>) -> ForwardingDaemon {
+    ForwardingDaemon::with(vms, |config| {
         config.forward = rules;
         config.hold = hold;
         config.vms.iter_mut().for_each(|vm| vm.buf_alloc = 64 << 20);
@@ -63,7 +63,7 @@ struct Sender {
 }
 
 impl Sender {
-    fn new(lab: &Lab) -> Sender {
+    fn new(lab: &ForwardingDaemon) -> Sender {
         Sender {
             guest: RawGuest::attach(&lab.vms[0].socket),
             sent: [0; 4],
@@ -118,14 +118,14 @@ impl Sender {
     /// Sends on the connection to `port`, whose target does not read, until chains stay in flight that
     /// are not held for want of room in the socket.
     #[track_caller]
-    fn fill(&mut self, lab: &Lab, port: u32) {
+    fn fill(&mut self, lab: &ForwardingDaemon, port: u32) {
         self.send(port, MANY);
         self.until_only_in_flight(lab, HOLD);
     }
 
     /// Waits until all chains but those of sends in flight are back, and returns how many these are.
     #[track_caller]
-    fn until_only_in_flight(&mut self, lab: &Lab, hold: Duration) -> u16 {
+    fn until_only_in_flight(&mut self, lab: &ForwardingDaemon, hold: Duration) -> u16 {
         let all: usize = self.sent.iter().sum();
         eventually("the packets taken", || lab.stats().rx_bytes >= all as u64);
         let (mut last, mut since) = (u16::MAX, Instant::now());
@@ -190,7 +190,7 @@ fn a_client_of_a_listening_rule_is_served_too() {
     let (socket, on) = tcp_listener();
     let mut rule = listening(on, socket, "3:1");
     rule.zero_copy = ZeroCopy::Always;
-    let lab = Lab::with(1, |config| config.listen = vec![rule]);
+    let lab = ForwardingDaemon::with(1, |config| config.listen = vec![rule]);
     let mut guest = lab.guest();
     guest.listen(zerosock::Port::new(1), 1).unwrap();
     let client = with_time_outs(TcpStream::connect(on).unwrap());

@@ -10,7 +10,7 @@ use zerosock_ring::{
 };
 
 use super::*;
-use crate::device::lab::Lab;
+use crate::device::lab::DeviceFixture;
 use crate::device::state::sibling_message::{
     SiblingDatagram, SiblingMessage, SiblingPayload, return_lent,
 };
@@ -78,14 +78,14 @@ pub(crate) fn datagrams(n: usize, len: usize) -> Vec<SiblingDatagram> {
     (0..n).map(one).collect()
 }
 
-fn receiver(buffers: usize) -> Lab {
-    let mut lab = Lab::new();
+fn receiver(buffers: usize) -> DeviceFixture {
+    let mut lab = DeviceFixture::new();
     lab.device.datagrams.set_features(F_DGRAM);
     lab.device.queues.rings.rx = Some(ring(buffers, 4096, true));
     lab
 }
 
-fn posted(lab: &mut Lab) -> u16 {
+fn posted(lab: &mut DeviceFixture) -> u16 {
     lab.device.queues.rings.rx.as_mut().unwrap().queue.posted()
 }
 
@@ -131,7 +131,7 @@ fn datagrams_get_all_buffers_without_ready_streams() {
 #[test]
 fn assembled_datagrams_in_flight_are_bounded() {
     const LEN: usize = 64 << 10;
-    let mut lab = Lab::new();
+    let mut lab = DeviceFixture::new();
     let mut tx = ring(20, 64, false);
     let chains: Vec<Chain> = (0..20).map(|_| tx.pop().unwrap()).collect();
     lab.device.queues.rings.tx = Some(tx);

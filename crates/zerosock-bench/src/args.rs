@@ -81,7 +81,8 @@ const LOSS: f64 = 0.97;
 pub(crate) enum TableName {
     /// Process to process: Unix stream, TCP, pipe, iceoryx2, and a bare loop as the ceiling
     Local,
-    /// The device alone, our driver half as its guest: vhost-device-vsock, and a bare Unix socket
+    /// The device alone, our driver half as its guest: vhost-device-vsock, and a bare Unix socket; `zerosock` is
+    /// the device of zerosock-bench itself, not of an installed `zerosock`
     Device,
     /// Receiving: by copying, in place, and in place with polling
     Rx,

@@ -14,8 +14,8 @@ use crate::number::{self, CIDS};
 
 /// What to connect to or to listen on.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Endpoint {
-    Kernel(relay::Endpoint),
+pub(crate) enum EndpointArg {
+    Kernel(relay::KernelEndpoint),
     Attached(Attached),
 }
 
@@ -26,7 +26,7 @@ pub(crate) struct Attached {
     /// The attach socket of the daemon.
     pub(crate) path: PathBuf,
     /// What it connects to; `None`: it listens.
-    pub(crate) to: Option<Peer>,
+    pub(crate) to: Option<CidOrName>,
     /// The port that it connects to, or at which it listens.
     pub(crate) port: Port,
 }
@@ -42,7 +42,7 @@ pub(crate) enum Role {
 
 /// Destination of an attached process.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Peer {
+pub(crate) enum CidOrName {
     Cid(Cid),
     Name(Name),
 }
@@ -51,10 +51,10 @@ pub(crate) enum Peer {
 pub(crate) const ATTACHED_FORMS: &str = "attach:PATH:CID:PORT, attach-listen:PATH:PORT, \
     service:PATH:CID:PORT, service-listen:PATH:PORT";
 
-impl FromStr for Endpoint {
+impl FromStr for EndpointArg {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Endpoint, String> {
+    fn from_str(text: &str) -> Result<EndpointArg, String> {
         let (kind, rest) = text.split_once(':').unwrap_or((text, ""));
         let attached = match kind {
             "attach" => Attached::connecting(Role::Process, rest),
@@ -63,7 +63,7 @@ impl FromStr for Endpoint {
             "service-listen" => Attached::listening(Role::Service, rest),
             _ => {
                 return match text.parse() {
-                    Ok(end) => Ok(Endpoint::Kernel(end)),
+                    Ok(end) => Ok(EndpointArg::Kernel(end)),
                     Err(ParseEndpointError::Kind(text)) => Err(format!(
                         "`{text}` is no endpoint: give one of {FORMS}, {ATTACHED_FORMS}"
                     )),
@@ -71,7 +71,7 @@ impl FromStr for Endpoint {
                 };
             }
         };
-        attached.map(Endpoint::Attached)
+        attached.map(EndpointArg::Attached)
     }
 }
 
@@ -118,28 +118,28 @@ impl Attached {
     }
 }
 
-impl Peer {
+impl CidOrName {
     /// The address of a port of it.
     pub(crate) fn port(&self, endpoint: &vsock::Endpoint, port: Port) -> std::io::Result<Address> {
         let cid = match self {
-            Peer::Cid(cid) => *cid,
-            Peer::Name(name) => endpoint.resolve(name.as_str())?,
+            CidOrName::Cid(cid) => *cid,
+            CidOrName::Name(name) => endpoint.resolve(name.as_str())?,
         };
         Ok(Address::new(cid, port))
     }
 }
 
-impl FromStr for Peer {
+impl FromStr for CidOrName {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Peer, String> {
+    fn from_str(text: &str) -> Result<CidOrName, String> {
         // No endpoint to connect to has these CIDs, but a process may have such a name.
         let is_name = matches!(text, "hypervisor" | "local");
         match (number::cid(text), text.parse()) {
-            (Ok(cid), _) if !is_name => Ok(Peer::Cid(cid)),
+            (Ok(cid), _) if !is_name => Ok(CidOrName::Cid(cid)),
             // Only digits: a number that is too large for a CID, not a name.
             (_, Ok(name)) if !text.bytes().all(|byte| byte.is_ascii_digit()) => {
-                Ok(Peer::Name(name))
+                Ok(CidOrName::Name(name))
             }
             _ => Err(format!(
                 "`{text}` is neither a CID nor the name of a process; for a CID give {CIDS}"
@@ -148,11 +148,11 @@ impl FromStr for Peer {
     }
 }
 
-impl fmt::Display for Endpoint {
+impl fmt::Display for EndpointArg {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Endpoint::Kernel(endpoint) => endpoint.fmt(f),
-            Endpoint::Attached(endpoint) => endpoint.fmt(f),
+            EndpointArg::Kernel(endpoint) => endpoint.fmt(f),
+            EndpointArg::Attached(endpoint) => endpoint.fmt(f),
         }
     }
 }
@@ -176,101 +176,15 @@ impl fmt::Display for Role {
     }
 }
 
-impl fmt::Display for Peer {
+impl fmt::Display for CidOrName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Peer::Cid(cid) => cid.get().fmt(f),
-            Peer::Name(name) => name.fmt(f),
+            CidOrName::Cid(cid) => cid.get().fmt(f),
+            CidOrName::Name(name) => name.fmt(f),
         }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn attached(role: Role, path: &str, to: Option<Peer>, port: u32) -> Endpoint {
-        let (path, port) = (path.into(), Port::new(port));
-        Endpoint::Attached(Attached {
-            role,
-            path,
-            to,
-            port,
-        })
-    }
-
-    fn name(name: &str) -> Option<Peer> {
-        Some(Peer::Name(name.parse().unwrap()))
-    }
-
-    #[test]
-    fn every_form_is_parsed_and_displayed_unchanged() {
-        let cid = Some(Peer::Cid(Cid::new(3)));
-        for (text, wanted) in [
-            (
-                "attach:/run/a:3:7",
-                attached(Role::Process, "/run/a", cid, 7),
-            ),
-            (
-                "attach-listen:/run/a:7",
-                attached(Role::Process, "/run/a", None, 7),
-            ),
-            (
-                "service:/run/a:b:db-1:7",
-                attached(Role::Service, "/run/a:b", name("db-1"), 7),
-            ),
-            (
-                "service-listen:/run/a:7",
-                attached(Role::Service, "/run/a", None, 7),
-            ),
-        ] {
-            assert_eq!(text.parse(), Ok(wanted.clone()));
-            assert_eq!(wanted.to_string(), text);
-        }
-        for text in [
-            "tcp-listen:127.0.0.1:80",
-            "unix:/a",
-            "hybrid:/a:7",
-            "vsock:2:1",
-        ] {
-            let end: Endpoint = text.parse().unwrap();
-            assert!(matches!(end, Endpoint::Kernel(_)), "{text}");
-            assert_eq!(end.to_string(), text);
-        }
-    }
-
-    #[test]
-    fn cids_and_ports_have_other_forms() {
-        let cid = |cid| Some(Peer::Cid(Cid::new(cid)));
-        for (text, to) in [
-            ("attach:/a:0x3:22", cid(3)),
-            ("attach:/a:host:22", cid(2)),
-            ("attach:/a:2:0x16", cid(2)),
-            // Processes with these names.
-            ("attach:/a:local:22", name("local")),
-            ("attach:/a:hypervisor:22", name("hypervisor")),
-            ("attach:/a:any:22", name("any")),
-        ] {
-            let wanted = attached(Role::Process, "/a", to, 22);
-            assert_eq!(text.parse(), Ok(wanted), "{text}");
-        }
-        // Reserved CIDs have names; a process may be named "local".
-        for (text, shown) in [
-            ("vsock:host:0x16", "vsock:2:22"),
-            ("service:/a:0x3:7", "service:/a:3:7"),
-            ("attach:/a:host:7", "attach:/a:2:7"),
-            ("attach:/a:local:7", "attach:/a:local:7"),
-        ] {
-            assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), shown);
-        }
-    }
-
-    #[test]
-    fn an_unknown_kind_is_answered_with_all_forms() {
-        let said = "nonsense".parse::<Endpoint>().unwrap_err();
-        for form in FORMS.split(", ").chain(ATTACHED_FORMS.split(", ")) {
-            assert!(said.contains(form), "{form}: {said}");
-            assert_eq!(said.matches(form).count(), 1, "{form}: {said}");
-        }
-    }
-}
+#[path = "endpoint_tests.rs"]
+mod tests;

@@ -1,8 +1,6 @@
 //! The log of `zerosock serve` about connections: each is refused, opened or closed with a reason, and
 //! the name of the rule that denies it. docs/logs.md has these lines.
 
-mod process;
-
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -10,7 +8,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::time::Instant;
 
-use process::{Running, wait_until, zerosock};
+use crate::process::{Running, wait_until, zerosock};
 use zerosock::vsock::{Datagram, Endpoint};
 use zerosock::{Address, Cid, Port};
 

@@ -1,8 +1,6 @@
 //! Forwarding rules of a running `zerosock serve`: a page fetched and one served, DNS over UDP, what a
 //! reload changes, and mistakes that are refused.
 
-mod process;
-
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::unix::fs::PermissionsExt;
@@ -10,7 +8,7 @@ use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::thread;
 
-use process::{DEADLINE, Running, wait_until, zerosock};
+use crate::process::{DEADLINE, Running, wait_until, zerosock};
 use sha2::{Digest, Sha256};
 use zerosock::vsock::{Datagram, Endpoint, Listener};
 use zerosock::{Address, Cid, Port};

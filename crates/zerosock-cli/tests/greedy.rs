@@ -5,14 +5,12 @@
 //! - The resident memory of the process stays bounded.
 //! - Another guest's connections make progress in every round.
 
-mod process;
-
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use process::{DEADLINE, Running, wait_until, zerosock};
+use crate::process::{DEADLINE, Running, wait_until, zerosock};
 use zerosock::driver::{Driver, DriverConfig, StreamId, StreamState};
 use zerosock::{Address, Cid, Port};
 

@@ -1,14 +1,12 @@
 //! Shares of process-wide resources of `zerosock serve`: descriptors and address space.
 
-mod process;
-
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Instant;
 
-use process::{DEADLINE, Running, wait_until, zerosock};
+use crate::process::{DEADLINE, Running, wait_until, zerosock};
 use zerosock::driver::{Driver, DriverConfig, StreamId};
 use zerosock::{Address, Cid, Port};
 

@@ -2,9 +2,7 @@
 //!
 //! Its AF_VSOCK endpoints are tested inside guests only.
 
-#[path = "nc/keep_open.rs"]
 mod keep_open;
-mod process;
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -16,7 +14,7 @@ use std::process::{Command, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use process::{DEADLINE, Ended, Running, wait_until, zerosock};
+use crate::process::{DEADLINE, Ended, Running, wait_until, zerosock};
 use sha2::{Digest, Sha256};
 
 struct TestDir {

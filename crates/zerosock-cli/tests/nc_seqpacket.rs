@@ -1,14 +1,12 @@
 //! `zerosock nc --seqpacket` as a process: over SOCK_SEQPACKET Unix sockets, against a hybrid
 //! server in this test, and through a running `zerosock serve`.
 
-mod process;
-
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use process::{DEADLINE, Ended, Running, wait_until, zerosock};
+use crate::process::{DEADLINE, Ended, Running, wait_until, zerosock};
 use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, sockopt,
 };

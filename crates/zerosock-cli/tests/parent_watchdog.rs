@@ -1,11 +1,9 @@
 //! `zerosock parent-watchdog`: the kernel kills the program when its parent is killed.
 
-mod process;
-
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
-use process::{DEADLINE, Running, zerosock};
+use crate::process::{DEADLINE, Running, zerosock};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 

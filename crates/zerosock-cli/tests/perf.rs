@@ -2,13 +2,11 @@
 //!
 //! With guests it is tested among the VM tests.
 
-mod process;
-
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
-use process::{Running, wait_until, zerosock};
+use crate::process::{Running, wait_until, zerosock};
 
 const MEGABYTES: u64 = 3;
 

@@ -1,8 +1,6 @@
 //! SIGHUP to a running `zerosock serve --config`: what changes, what stays, and which connections
 //! continue.
 
-mod process;
-
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
@@ -10,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
-use process::{DEADLINE, Running, wait_until, zerosock};
+use crate::process::{DEADLINE, Running, wait_until, zerosock};
 use sha2::{Digest, Sha256};
 use zerosock::vsock::{Endpoint, Listener, Stream};
 use zerosock::{Address, Cid, Port};

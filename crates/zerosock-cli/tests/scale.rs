@@ -4,13 +4,11 @@
 //! Both attached endpoints are in this process, and one connects to the other: no connection has a
 //! descriptor, so the measured memory is the switch's own, for both halves of each connection.
 
-mod process;
-
 use std::io::{Read, Write};
 use std::path::Path;
 use std::time::Instant;
 
-use process::{DEADLINE, Running, wait_until, zerosock};
+use crate::process::{DEADLINE, Running, wait_until, zerosock};
 use zerosock::vsock::{Endpoint, Listener, Stream};
 use zerosock::{Address, Port};
 

@@ -3,8 +3,6 @@
 //!
 //! What the devices do with a guest is tested elsewhere.
 
-mod process;
-
 use std::fs;
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -13,7 +11,7 @@ use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use process::{DEADLINE, Running, wait_until, zerosock};
+use crate::process::{DEADLINE, Running, wait_until, zerosock};
 
 struct TestDir {
     dir: tempfile::TempDir,

@@ -1,15 +1,13 @@
 //! Host services over a running `zerosock serve`, each a process of its own: `zerosock nc`, and
 //! this one as a guest. By connections and by datagrams.
 
-mod process;
-
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 
-use process::{DEADLINE, Running, wait_until, zerosock};
+use crate::process::{DEADLINE, Running, wait_until, zerosock};
 use sha2::{Digest, Sha256};
 use zerosock::vsock::{Datagram, Endpoint, Stream};
 use zerosock::{Address, Cid, Port};

@@ -1,15 +1,13 @@
 //! System calls of `zerosock serve` for a connection between a guest and a Unix socket of the host, from its
 //! connect to its close, counted by strace(1).
 
-mod process;
-
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::Command;
 
-use process::{DEADLINE, Running, wait_until, zerosock};
+use crate::process::{DEADLINE, Running, wait_until, zerosock};
 use zerosock::vsock::{Endpoint, Listener};
 use zerosock::{Address, Cid, Port};
 

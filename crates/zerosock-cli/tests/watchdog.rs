@@ -2,13 +2,11 @@
 //!
 //! A thread is stopped with ptrace(2), which a parent may do to its child. The other threads go on.
 
-mod process;
-
 use std::fs;
 use std::os::unix::net::UnixDatagram;
 use std::time::{Duration, Instant};
 
-use process::{DEADLINE, Running, wait_until, zerosock};
+use crate::process::{DEADLINE, Running, wait_until, zerosock};
 
 /// A thread of a child that is stopped until this is dropped.
 struct Stopped(libc::pid_t);

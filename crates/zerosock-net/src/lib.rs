@@ -32,3 +32,7 @@ pub mod stats;
 pub mod switch;
 pub mod tap;
 pub mod xdp;
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

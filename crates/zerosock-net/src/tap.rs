@@ -10,7 +10,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use zerosock_proto::Instant;
 use zerosock_proto::wire::net::{HEADER_LEN, Header, Offloads};
 use zerosock_ring::GuestSlice;
-use zerosock_sys::tun::{self, Offload, Tap};
+pub use zerosock_sys::tun::Tap;
+use zerosock_sys::tun::{self, Offload};
 use zerosock_virtio::outbox::Outbox;
 
 use crate::backend::{Backend, Frame, FrameError, Never, Sent};

@@ -20,3 +20,7 @@ pub mod wire;
 
 pub use addr::{Address, Cid, Port};
 pub use time::{Duration, Instant};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -6,8 +6,8 @@ use std::collections::VecDeque;
 use proptest::prelude::*;
 use zerosock_proto::time::Duration;
 use zerosock_proto::vsock::datagram::{
-    Assembler, DatagramId, DatagramLimits, DatagramTable, DropCause, OVERHEAD, PayloadPart,
-    Refusal, STOP_DURATION, data,
+    Assembler, DatagramId, DatagramLimits, DatagramRefusal, DatagramTable, DropCause, OVERHEAD,
+    PayloadPart, STOP_DURATION, data,
 };
 use zerosock_proto::wire::vsock::Repr;
 use zerosock_proto::{Address, Cid, Instant, Port};
@@ -76,7 +76,7 @@ impl World {
         }
     }
 
-    fn send(&mut self, from: usize, to: usize, len: u32) -> Result<(), Refusal> {
+    fn send(&mut self, from: usize, to: usize, len: u32) -> Result<(), DatagramRefusal> {
         let (id, now) = (self.sources[from], self.now);
         // The third port has no socket.
         let to = Address::new(RECEIVER, Port::new(to as u32));

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use zerosock_proto::vsock::{
-    Disposition, Event, FlowId, How, PortTable, Reservation, Shard, ShardConfig,
+    Directions, Disposition, Event, FlowId, PortTable, Reservation, Shard, ShardConfig,
 };
 use zerosock_proto::wire::vsock::{
     HEADER_LEN, Op, Packet, Repr, SEQ_EOM, SEQ_EOR, SocketType, WireOp, WireType,
@@ -263,7 +263,7 @@ impl Caller {
                 let _ = shard.send(flow, n, 0);
             }
             Step::Shutdown(_, receive, send) => {
-                let _ = shard.shutdown(now, flow, How { receive, send });
+                let _ = shard.shutdown(now, flow, Directions { receive, send });
             }
             Step::Buffer(_, n) => {
                 let _ = shard.set_buf_alloc(flow, n);

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use zerosock_proto::vsock::{
-    Disposition, DropReason, Event, FlowId, How, PortTable, Reservation, Shard, ShardConfig,
+    Directions, Disposition, DropReason, Event, FlowId, PortTable, Reservation, Shard, ShardConfig,
 };
 use zerosock_proto::wire::vsock::{Repr, SocketType};
 use zerosock_proto::{Address, Cid, Duration, Instant, Port};
@@ -33,7 +33,7 @@ struct End {
     /// The end that sends to this one.
     peer: Option<usize>,
     connected: bool,
-    shut: How,
+    shut: Directions,
     peer_send: bool,
     /// How it ended, and whether in order.
     ended: Option<bool>,
@@ -113,7 +113,7 @@ enum Step {
     },
     Shutdown {
         end: usize,
-        how: How,
+        how: Directions,
     },
     Reset {
         end: usize,
@@ -401,7 +401,7 @@ impl World {
                 let _ = shard.set_buf_alloc(id, buf_alloc);
             }
             Step::Shutdown { how, .. } => {
-                let how = if self.graceful { How::SEND } else { how };
+                let how = if self.graceful { Directions::SEND } else { how };
                 if shard.shutdown(self.now, id, how).is_ok() {
                     end.shut = end.shut.and(how);
                 }
@@ -439,14 +439,14 @@ impl World {
                 }
                 if end.connected
                     && !end.shut.send
-                    && shard.shutdown(self.now, id, How::SEND).is_ok()
+                    && shard.shutdown(self.now, id, Directions::SEND).is_ok()
                 {
-                    end.shut = end.shut.and(How::SEND);
+                    end.shut = end.shut.and(Directions::SEND);
                 }
                 let over = end.peer_send || !self.graceful;
                 if over && end.queued.is_empty() {
                     // Stale when it has ended meanwhile.
-                    let _ = shard.shutdown(self.now, id, How::BOTH);
+                    let _ = shard.shutdown(self.now, id, Directions::BOTH);
                 }
             }
             let mut moved = false;
@@ -506,7 +506,11 @@ impl World {
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let side = 0usize..2;
     let end = 0usize..12;
-    let how = prop_oneof![Just(How::RECEIVE), Just(How::SEND), Just(How::BOTH)];
+    let how = prop_oneof![
+        Just(Directions::RECEIVE),
+        Just(Directions::SEND),
+        Just(Directions::BOTH)
+    ];
     let len = prop_oneof![1u32..20, 1u32..3000, 60_000u32..90_000];
     let step = prop_oneof![
         3 => side.clone().prop_map(|side| Step::Connect { side }),

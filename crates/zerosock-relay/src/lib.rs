@@ -19,8 +19,12 @@ pub mod sockmap;
 pub mod target;
 
 pub use connector::{
-    ConnectError, ConnectRequest, Connected, Connector, ConnectorConfig, Done, PendingConnect,
-    Stage,
+    ConnectCallback, ConnectError, ConnectRequest, ConnectStage, Connected, Connector,
+    ConnectorConfig, PendingConnect,
 };
 pub use networks::{AddressPolicy, Denied, DenyReason, Network};
 pub use target::{DomainName, Host, Target};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -16,7 +16,9 @@ use rustix::net::{
     send, socket, sockopt,
 };
 use zerosock_relay::proxy_protocol::{Source, header};
-use zerosock_relay::{AddressPolicy, ConnectError, Connector, ConnectorConfig, DenyReason, Stage};
+use zerosock_relay::{
+    AddressPolicy, ConnectError, ConnectStage, Connector, ConnectorConfig, DenyReason,
+};
 
 mod support;
 use support::{
@@ -407,7 +409,7 @@ fn a_full_unix_backlog_is_waited_for() {
         let began = Instant::now();
         let error = connect(&connector, short).unwrap_err();
         assert!(
-            matches!(error, ConnectError::TimedOut(Stage::Connecting)),
+            matches!(error, ConnectError::TimedOut(ConnectStage::Connecting)),
             "{error}"
         );
         assert!(began.elapsed() >= Duration::from_millis(200));
@@ -453,7 +455,7 @@ fn first_bytes_that_the_target_does_not_take_time_out() {
     stuck.timeout = Duration::from_millis(300);
     let error = connect(&connector, stuck.clone()).unwrap_err();
     assert!(
-        matches!(error, ConnectError::TimedOut(Stage::Writing)),
+        matches!(error, ConnectError::TimedOut(ConnectStage::Writing)),
         "{error}"
     );
     drop(listener.accept().unwrap());

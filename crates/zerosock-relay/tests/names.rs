@@ -11,7 +11,8 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use zerosock_relay::{
-    AddressPolicy, ConnectError, ConnectRequest, Connector, ConnectorConfig, DenyReason, Stage,
+    AddressPolicy, ConnectError, ConnectRequest, ConnectStage, Connector, ConnectorConfig,
+    DenyReason,
 };
 
 mod support;
@@ -124,7 +125,7 @@ fn a_server_that_never_answers_times_out_in_time() {
     let began = Instant::now();
     let error = connect(&connector, request).unwrap_err();
     assert!(
-        matches!(error, ConnectError::TimedOut(Stage::Resolving)),
+        matches!(error, ConnectError::TimedOut(ConnectStage::Resolving)),
         "{error}"
     );
     assert!(began.elapsed() >= Duration::from_millis(300));

@@ -134,4 +134,5 @@ impl DirtyLog {
 }
 
 #[cfg(test)]
+#[path = "dirty_tests.rs"]
 mod tests;

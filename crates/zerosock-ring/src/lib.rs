@@ -40,7 +40,7 @@
 //! | consumer: its own ring's index, Release, after it read the entries | producer: that index, Acquire, before it uses the descriptors again | an entry is not overwritten while it is read |
 //! | ring entries, descriptors, flags: Relaxed atomics | the index that announces them | each is read once, and untorn |
 //!
-//! Descriptors in indirect tables and payload are copied by `copy.rs`, which orders nothing: the
+//! Descriptors in indirect tables and payload are copied by `copy/mod.rs`, which orders nothing: the
 //! index orders them, and a peer that writes them at other times makes only its own bytes
 //! unspecified.
 //!
@@ -92,3 +92,7 @@ pub use {
     },
     trust::{Claim, Trust},
 };
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

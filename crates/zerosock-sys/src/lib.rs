@@ -53,7 +53,12 @@ pub use owner_lock::{OwnerGuard, OwnerLock};
 pub use peer_fd::PeerFd;
 pub use private_memory::PrivateMemory;
 pub use slices::{
-    MAX_SLICES, Received, read_slices, read_slices_at, read_slices_now, recv_packet_and_rights,
-    recv_slices, recv_slices_and_rights, send_slices, send_slices_zero_copy, write_slices,
+    MAX_SLICES, ReceivedBytes, read_slices, read_slices_at, read_slices_now,
+    recv_packet_and_rights, recv_slices, recv_slices_and_rights, send_slices,
+    send_slices_zero_copy, write_slices,
 };
 pub use tcp_counts::tcp_written;
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

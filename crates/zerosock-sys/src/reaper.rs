@@ -40,7 +40,7 @@ pub const MAX_STUCK_EACH: usize = 4;
 
 /// What the reaper has done since the process began, and does now.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-pub struct Stats {
+pub struct ReaperStats {
     /// Jobs that were finished.
     pub finished: u64,
     /// Jobs that took longer than [`PATIENCE`] and were noticed while another job waited.
@@ -83,9 +83,9 @@ pub fn drain(limit: Duration) -> bool {
 }
 
 /// What the reaper has done and does.
-pub fn stats() -> Stats {
+pub fn stats() -> ReaperStats {
     let state = REAPER.lock();
-    Stats {
+    ReaperStats {
         finished: state.finished,
         stuck: state.stuck,
         threads: state.threads,
@@ -401,4 +401,5 @@ impl Reaper {
 }
 
 #[cfg(test)]
+#[path = "reaper_tests.rs"]
 mod tests;

@@ -61,7 +61,7 @@ fn send_with(
 
 /// The result of [`recv_slices`].
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Received {
+pub struct ReceivedBytes {
     /// Number of bytes; 0 at end of file, and also when the slices have no room.
     pub bytes: usize,
     /// Control data was received and dropped: on a Unix socket a passed descriptor. A read stops
@@ -74,7 +74,7 @@ pub struct Received {
 /// # Errors
 /// `WouldBlock` when nothing is there. EFAULT (`raw_os_error`) when the memory has vanished.
 /// Otherwise errors of recvmsg(2).
-pub fn recv_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
+pub fn recv_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<ReceivedBytes> {
     recv_with(fd, slices, 0)
 }
 
@@ -82,7 +82,7 @@ fn recv_with(
     fd: BorrowedFd<'_>,
     slices: &[GuestSlice<'_>],
     flags: libc::c_int,
-) -> io::Result<Received> {
+) -> io::Result<ReceivedBytes> {
     let flags = flags | libc::MSG_DONTWAIT;
     let mut message = message(slices);
     loop {
@@ -93,7 +93,7 @@ fn recv_with(
         let received = unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, flags) };
         if let Some(result) = outcome(received) {
             let cut = message.msg_flags & libc::MSG_CTRUNC != 0;
-            return result.map(|bytes| Received { bytes, cut });
+            return result.map(|bytes| ReceivedBytes { bytes, cut });
         }
     }
 }
@@ -105,7 +105,7 @@ fn recv_with(
 /// # Errors
 /// As [`recv_slices`]. `ConnectionReset` if the peers have too few descriptor numbers left
 /// ([`Account::reserve_message`]).
-pub fn recv_slices_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
+pub fn recv_slices_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Result<ReceivedBytes> {
     // SAFETY: a length computed from a constant.
     const RIGHTS: usize =
         unsafe { libc::CMSG_SPACE((MAX_FDS * size_of::<RawFd>()) as u32) as usize };
@@ -131,7 +131,7 @@ pub fn recv_slices_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Res
         let bytes = result?;
         let rights = close_rights(&message, fd.account());
         let cut = rights || message.msg_flags & libc::MSG_CTRUNC != 0;
-        return Ok(Received { bytes, cut });
+        return Ok(ReceivedBytes { bytes, cut });
     }
 }
 
@@ -142,10 +142,10 @@ pub fn recv_slices_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Res
 ///
 /// # Errors
 /// As [`recv_slices`]; with EFAULT the packet stays in the socket.
-pub fn recv_packet_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
+pub fn recv_packet_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Result<ReceivedBytes> {
     let bytes = recv_with(fd.as_fd(), slices, libc::MSG_PEEK)?.bytes;
     let cut = recv_slices_and_rights(fd, &[])?.cut;
-    Ok(Received { bytes, cut })
+    Ok(ReceivedBytes { bytes, cut })
 }
 
 /// Hands the descriptors of a received message to the reaper, for the account of its peer. Returns

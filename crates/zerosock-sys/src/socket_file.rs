@@ -39,7 +39,7 @@ use crate::socket_path::walk;
 
 /// What [`bind`] makes.
 #[derive(Clone, Copy, Debug)]
-pub struct Options {
+pub struct SocketFileOptions {
     /// SOCK_STREAM or SOCK_SEQPACKET, which listen, or SOCK_DGRAM, which does not.
     pub kind: SocketType,
     /// Permission bits; `None`: 0600, or 0660 with a group. The umask has no effect.
@@ -171,7 +171,7 @@ pub(crate) fn device_and_inode(status: &Statx) -> FileId {
     (status.stx_dev_major, status.stx_dev_minor, status.stx_ino)
 }
 
-/// The sockets of this process that were made with [`Options::reserved`], and how many reservations each has:
+/// The sockets of this process that were made with [`SocketFileOptions::reserved`], and how many reservations each has:
 /// a file system gives the inode of a removed file to a new one while the [`SocketFile`] of the old one
 /// still exists.
 static RESERVED: LazyLock<Mutex<HashMap<FileId, usize>>> = LazyLock::new(Mutex::default);
@@ -242,7 +242,7 @@ const ATTEMPTS: usize = 16;
 ///
 /// # Errors
 /// [`BindError`]; nothing has changed at the path.
-pub fn bind(path: &Path, options: Options) -> Result<(OwnedFd, SocketFile), BindError> {
+pub fn bind(path: &Path, options: SocketFileOptions) -> Result<(OwnedFd, SocketFile), BindError> {
     let (directory, name) = open_parent(path).map_err(make)?;
     // Of two processes that find the same dead socket, the second has to see the first one's.
     let _lock = lock(&directory, options.lock_wait);

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use super::*;
 
-const OPTIONS: Options = Options {
+const OPTIONS: SocketFileOptions = SocketFileOptions {
     kind: SocketType::STREAM,
     mode: None,
     gid: None,
@@ -58,7 +58,7 @@ fn a_link_put_in_the_place_of_the_socket_is_not_followed() {
         });
         let deadline = Instant::now() + Duration::from_secs(30);
         while placed.load(Ordering::Relaxed) < 300 && Instant::now() < deadline {
-            let options = Options {
+            let options = SocketFileOptions {
                 mode: Some(Mode::from_raw_mode(0o666)),
                 gid: other.map(Gid::from_raw),
                 ..OPTIONS
@@ -90,7 +90,7 @@ fn the_socket_has_the_given_mode_and_group_and_no_directory_remains() {
         true => Gid::from_raw(65534),
         false => rustix::process::getegid(),
     };
-    let options = Options {
+    let options = SocketFileOptions {
         mode: Some(Mode::from_raw_mode(0o621)),
         gid: Some(gid),
         ..OPTIONS

@@ -44,7 +44,7 @@ pub fn connect_seqpacket(cid: u32, port: u32) -> io::Result<OwnedFd> {
 
 fn connect_type(kind: SocketType, cid: u32, port: u32) -> io::Result<OwnedFd> {
     let fd = socket(kind, SocketFlags::NONBLOCK)?;
-    match rustix::net::connect(&fd, &Address { cid, port }) {
+    match rustix::net::connect(&fd, &VsockAddress { cid, port }) {
         Err(Errno::INPROGRESS) | Ok(()) => Ok(fd),
         Err(errno) => Err(errno.into()),
     }
@@ -100,7 +100,7 @@ pub fn listen_seqpacket(cid: u32, port: u32, backlog: i32) -> io::Result<OwnedFd
 
 fn listen_type(kind: SocketType, cid: u32, port: u32, backlog: i32) -> io::Result<OwnedFd> {
     let fd = socket(kind, SocketFlags::NONBLOCK)?;
-    rustix::net::bind(&fd, &Address { cid, port })?;
+    rustix::net::bind(&fd, &VsockAddress { cid, port })?;
     rustix::net::listen(&fd, backlog)?;
     Ok(fd)
 }
@@ -185,13 +185,13 @@ pub(crate) fn socket(kind: SocketType, flags: SocketFlags) -> io::Result<OwnedFd
 }
 
 /// An address of AF_VSOCK.
-pub(crate) struct Address {
+pub(crate) struct VsockAddress {
     pub(crate) cid: u32,
     pub(crate) port: u32,
 }
 
 // SAFETY: the closure is given a whole `sockaddr_vm`, with its length, which lives until it returns.
-unsafe impl SocketAddrArg for Address {
+unsafe impl SocketAddrArg for VsockAddress {
     unsafe fn with_sockaddr<R>(
         &self,
         call: impl FnOnce(*const SocketAddrOpaque, SocketAddrLen) -> R,
@@ -238,7 +238,7 @@ mod tests {
 
     #[test]
     fn an_address_has_the_kernels_layout() {
-        let address = Address {
+        let address = VsockAddress {
             cid: 3,
             port: 0x1234,
         }

@@ -9,7 +9,7 @@ use libc::{c_int, c_void, iovec, msghdr};
 use rustix::net::{SocketFlags, SocketType};
 
 use crate::socket_option::{set, set_int};
-use crate::vsock::{self, Address};
+use crate::vsock::{self, VsockAddress};
 
 /// SO_VM_SOCKETS_BUFFER_MIN_SIZE.
 const MIN_SIZE: c_int = 1;
@@ -47,7 +47,7 @@ pub fn socket(records: bool) -> io::Result<OwnedFd> {
 /// # Errors
 /// Errors of bind(2).
 pub fn bind(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
-    Ok(rustix::net::bind(fd, &Address { cid, port })?)
+    Ok(rustix::net::bind(fd, &VsockAddress { cid, port })?)
 }
 
 /// Connects; waits for the result if the socket is blocking.
@@ -55,7 +55,7 @@ pub fn bind(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
 /// # Errors
 /// Errors of connect(2).
 pub fn connect(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
-    Ok(rustix::net::connect(fd, &Address { cid, port })?)
+    Ok(rustix::net::connect(fd, &VsockAddress { cid, port })?)
 }
 
 /// Sets the size of the receive buffer in bytes, within its bounds (SO_VM_SOCKETS_BUFFER_SIZE).
@@ -194,7 +194,7 @@ pub fn completions(fd: impl AsFd) -> io::Result<u32> {
 
 /// A received message.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Received {
+pub struct ReceivedPacket {
     /// Errors of recvmsg(2): with MSG_TRUNC that may be more than there is room for.
     pub len: usize,
     /// The flags of the message, as MSG_EOR and MSG_TRUNC.
@@ -205,7 +205,7 @@ pub struct Received {
 ///
 /// # Errors
 /// Errors of recvmsg(2).
-pub fn receive(fd: impl AsFd, buffer: &mut [u8], flags: c_int) -> io::Result<Received> {
+pub fn receive(fd: impl AsFd, buffer: &mut [u8], flags: c_int) -> io::Result<ReceivedPacket> {
     let mut vector = iovec {
         iov_base: buffer.as_mut_ptr().cast::<c_void>(),
         iov_len: buffer.len(),
@@ -216,7 +216,7 @@ pub fn receive(fd: impl AsFd, buffer: &mut [u8], flags: c_int) -> io::Result<Rec
     // SAFETY: `message` names no address and no control bytes; its one vector names `buffer`, to
     // which the kernel writes at most `buffer.len()` bytes, and which outlives the call.
     let len = checked(unsafe { libc::recvmsg(fd.as_fd().as_raw_fd(), &mut message, flags) })?;
-    Ok(Received {
+    Ok(ReceivedPacket {
         len,
         flags: message.msg_flags,
     })

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rustix::fs::Mode;
 use rustix::net::SocketType;
-use zerosock_sys::socket_file::{Options, bind};
+use zerosock_sys::socket_file::{SocketFileOptions, bind};
 
 #[test]
 fn the_umask_has_no_effect() {
@@ -18,7 +18,7 @@ fn the_umask_has_no_effect() {
     ] {
         rustix::process::umask(Mode::from_raw_mode(umask));
         let path = directory.path().join("s");
-        let options = Options {
+        let options = SocketFileOptions {
             kind: SocketType::SEQPACKET,
             mode: mode.map(Mode::from_raw_mode),
             gid: None,

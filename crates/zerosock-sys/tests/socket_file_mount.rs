@@ -12,7 +12,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use rustix::net::SocketType;
-use zerosock_sys::socket_file::{self, BindError, Options};
+use zerosock_sys::socket_file::{self, BindError, SocketFileOptions};
 use zerosock_sys::socket_path;
 
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -51,7 +51,7 @@ fn mount(device: &File, path: &Path, mode: u32, user: u32) -> io::Result<()> {
 }
 
 fn bind(path: &Path) -> Result<(), BindError> {
-    let options = Options {
+    let options = SocketFileOptions {
         kind: SocketType::STREAM,
         mode: None,
         gid: None,

@@ -11,10 +11,6 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use zerosock_proto::Instant;
-use zerosock_sys::account::Budget;
-use zerosock_vhost_user::session::{F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1};
-use zerosock_vhost_user::{Control, DeviceCommand, DeviceModel, FrontendSocket, Reply, VmSpec};
 use zerosock_virtio::command::{self, VirtioDevice};
 use zerosock_virtio::device::{Context, Event, Message, WorkerDevice};
 use zerosock_virtio::mailbox::{Mailbox, Sender};
@@ -22,6 +18,10 @@ use zerosock_virtio::outbox::{DeviceAddr, Outbox};
 use zerosock_virtio::queues::{QueueSet, Quiesced, Scope};
 use zerosock_virtio::ring::Ring;
 use zerosock_virtio::worker::{Worker, WorkerMessage, WorkerPort};
+use zerosock_virtio::{
+    Budget, Control, DeviceCommand, DeviceModel, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1,
+    FrontendSocket, Instant, PeerFd, Reply, VmSpec, sigbus,
+};
 
 /// Buffers filled in one turn.
 const BUDGET: usize = 64;
@@ -183,7 +183,7 @@ impl Device {
     /// # Errors
     /// As binding the socket, or the system refuses a descriptor or a thread.
     pub fn start(path: &Path) -> io::Result<Device> {
-        zerosock_sys::sigbus::install()?;
+        sigbus::install()?;
         let state = Arc::new(State::default());
         let (sender, mailbox) = Mailbox::new()?;
         let senders = vec![sender.clone()];
@@ -198,7 +198,7 @@ impl Device {
         });
         let account = Budget::unlimited().account();
         let listener = UnixListener::bind(path)?;
-        let socket = zerosock_sys::PeerFd::from(std::os::fd::OwnedFd::from(listener));
+        let socket = PeerFd::from(std::os::fd::OwnedFd::from(listener));
         let spec = VmSpec {
             name: "entropy".to_owned(),
             model: Arc::new(EntropyModel),

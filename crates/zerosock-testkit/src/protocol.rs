@@ -51,7 +51,7 @@ pub enum Source {
 
 /// Directions of a shutdown.
 #[derive(Copy, Clone, Debug, Serialize, Deserialize)]
-pub enum How {
+pub enum ShutdownDirection {
     /// SHUT_RD.
     Receive,
     /// SHUT_WR.
@@ -166,7 +166,7 @@ pub enum Command {
         /// The socket.
         socket: Socket,
         /// The directions.
-        how: How,
+        how: ShutdownDirection,
     },
     /// Sets an option.
     Set {

@@ -210,3 +210,7 @@ impl fmt::Debug for VmSpec {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -460,4 +460,5 @@ fn close<D: VirtioDevice>(mut ring: Ring, cx: &Context<'_, D>) -> u16 {
 }
 
 #[cfg(test)]
+#[path = "command_tests.rs"]
 mod tests;

@@ -30,3 +30,18 @@ pub mod spin;
 mod test_device;
 pub mod watch;
 pub mod worker;
+
+// What the author of a device needs of the crates below.
+pub use zerosock_proto::Instant;
+pub use zerosock_ring::{Chain, DeviceQueue, GuestSlice, Memory, Piece};
+pub use zerosock_sys::account::{Account, Budget};
+pub use zerosock_sys::notify::Notifier;
+pub use zerosock_sys::{PeerFd, sigbus};
+pub use zerosock_vhost_user::session::{F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1};
+pub use zerosock_vhost_user::{
+    Control, DeviceCommand, DeviceModel, DeviceReply, FrontendSocket, Reply, VmSpec,
+};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -10,7 +10,7 @@
 use std::time::{Duration, Instant};
 
 use super::in_flight::TIMED_OUT;
-use super::limit::Accepted;
+use super::limit::LimitedSend;
 use super::send_queue::SendQueue;
 use crate::sys::{self, Key, Stable};
 
@@ -27,12 +27,14 @@ impl<B: Stable> SendQueue<B> {
             self.limit.accepted = kept;
         }
         let at = *self.limit.now.get_or_insert_with(Instant::now);
-        self.limit.accepted.push_back(Accepted { at, key, ordinal });
+        self.limit
+            .accepted
+            .push_back(LimitedSend { at, key, ordinal });
     }
 
     /// Whether the limit applies to a send: on a stream until its buffer is free, because a reset
     /// can free it; otherwise until the kernel has taken it.
-    fn is_awaited(&self, accepted: &Accepted) -> bool {
+    fn is_awaited(&self, accepted: &LimitedSend) -> bool {
         let send = self.sends.get(accepted.key.index());
         send.filter(|send| send.ordinal == accepted.ordinal)
             .is_some_and(|send| !send.finished || self.stream && !self.zc_socket.idle(accepted.key))

@@ -236,3 +236,7 @@ pub use stats::{OffReason, SenderReport, SenderStats};
 pub use sys::{
     Buf, FileMap, FilePart, Mapped, Pool, PoolBuf, SendBackend, SocketAddress, SocketKind, Stable,
 };
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

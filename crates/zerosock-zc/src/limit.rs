@@ -17,12 +17,12 @@ pub(super) struct Limit {
     /// submission.
     pub(super) now: Option<Instant>,
     /// Accepted sends, the oldest first. Some of them no longer count.
-    pub(super) accepted: VecDeque<Accepted>,
+    pub(super) accepted: VecDeque<LimitedSend>,
 }
 
 /// A send to which the limit applies.
 #[derive(Copy, Clone, Debug)]
-pub(super) struct Accepted {
+pub(super) struct LimitedSend {
     pub(super) at: Instant,
     pub(super) key: Key,
     /// Number of sends accepted before it: its place may belong to a later send by now.

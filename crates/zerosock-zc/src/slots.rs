@@ -75,11 +75,11 @@ struct Slot {
     /// Number of sends at the front that are finished and removed from `sends`.
     passed: u64,
     /// The sends accepted after those, in order.
-    sends: IndexedQueue<Accepted>,
+    sends: IndexedQueue<SlotSend>,
 }
 
 #[derive(Default)]
-struct Accepted {
+struct SlotSend {
     finished: bool,
     /// A flush waits for this send and all earlier ones.
     flush: bool,
@@ -101,7 +101,7 @@ impl Slot {
     }
 
     /// The send with `before` sends accepted earlier, unless it was removed.
-    fn send(&mut self, before: u64) -> Option<&mut Accepted> {
+    fn send(&mut self, before: u64) -> Option<&mut SlotSend> {
         let ahead = before.wrapping_sub(self.passed);
         self.sends.get_mut(ahead as usize)
     }
@@ -164,7 +164,7 @@ impl Slots {
         let (mut before, mut tag) = (0, 0);
         if let Ok(slot) = self.slot(index) {
             (before, tag) = (slot.accepted(), slot.tag);
-            slot.sends.push(Accepted::default());
+            slot.sends.push(SlotSend::default());
         }
         Ticket {
             slot: index,

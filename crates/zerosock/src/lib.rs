@@ -188,3 +188,7 @@ pub use routing::{access, forward};
 pub use zerosock_net as net;
 pub use zerosock_proto::addr::{Address, AddressError, Cid, Port};
 pub use zerosock_zc as zc;
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

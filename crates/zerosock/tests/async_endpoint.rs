@@ -1,11 +1,9 @@
 //! Endpoints in a tokio runtime.
 #![cfg(feature = "tokio")]
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::{PATIENCE, TestDaemon, bytes};
+use crate::common::{self, PATIENCE, TestDaemon, bytes};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 use zerosock::vsock::tokio::{AsyncListener, AsyncStream};

@@ -2,8 +2,6 @@
 //!
 //! Where a time limit would hide a missing bound on a number, the time limit is infinite.
 
-mod common;
-
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -11,8 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use common::raw::{RawGuest, SIZE, TX};
-use common::{TestDaemon, bytes, deadline, eventually, host, host_listener, hybrid};
+use crate::common::raw::{RawGuest, SIZE, TX};
+use crate::common::{self, TestDaemon, bytes, deadline, eventually, host, host_listener, hybrid};
 use zerosock::daemon::HostSide;
 use zerosock::driver::{Address, Cid, Port};
 use zerosock_proto::wire::vsock::{Op, Repr, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};

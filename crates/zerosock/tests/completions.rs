@@ -4,16 +4,13 @@
 //! host does not read would be copied after a time; here that time is infinite, only the test calls
 //! the host, and descriptors are counted, not waited for.
 
-mod common;
-mod hosting;
-
 use std::io::Read;
 use std::thread;
 use std::time::Duration;
 
-use common::raw::{RawGuest, TX};
-use common::{PATIENCE, TestDaemon, eventually};
-use hosting::{Hosted, raw_send};
+use crate::common::raw::{RawGuest, TX};
+use crate::common::{PATIENCE, TestDaemon, eventually};
+use crate::hosting::{Hosted, raw_send};
 use zerosock::driver::{Address, Cid, Port};
 use zerosock::vsock::Stream;
 use zerosock_proto::wire::vsock::{Op, Repr};

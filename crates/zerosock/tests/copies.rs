@@ -2,15 +2,14 @@
 //!
 //! Amounts are such that a socket takes them without a stall, except in tests of stalls.
 
-mod common;
-
 use std::io::{Read, Write};
 
-use common::{
-    TestDaemon, assert_bytes, bytes, connect_guest, deadline, eventually, eventually_with, host,
+use crate::common::{
+    self, TestDaemon, assert_bytes, bytes, connect_guest, deadline, eventually, eventually_with,
+    host,
 };
 use zerosock::daemon::DaemonConfig;
-use zerosock::driver::{Address, How, Port};
+use zerosock::driver::{Address, Directions, Port};
 
 const LEN: usize = 60_000;
 
@@ -186,7 +185,7 @@ fn a_stalled_reader_costs_one_bounded_copy() {
     guest.wait_send(stream, &all[sent..], deadline()).unwrap();
     guest.shutdown(
         stream,
-        How {
+        Directions {
             receive: false,
             send: true,
         },

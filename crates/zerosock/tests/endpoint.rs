@@ -1,14 +1,12 @@
 //! Endpoints of two processes (here: threads) that are connected through the daemon: the sockets'
 //! API.
 
-mod common;
-
 use std::io::{BufRead, ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::thread;
 use std::time::Duration;
 
-use common::{PATIENCE, TestDaemon, bytes};
+use crate::common::{self, PATIENCE, TestDaemon, bytes};
 use zerosock::vsock::{Endpoint, EndpointBuilder, Poller, Readiness, Stream, Trust, Wait};
 use zerosock::{Address, Cid, Port};
 

@@ -33,7 +33,7 @@ fn all_public_errors_can_cross_threads() {
     error::<daemon::ReloadError>();
     error::<daemon::StartError>();
     error::<driver::ArenaError>();
-    error::<driver::AttachError>();
+    error::<driver::DriverAttachError>();
     error::<driver::ConfigError>();
     error::<driver::DriverError>();
     error::<driver::FrontendError>();

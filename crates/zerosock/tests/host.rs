@@ -1,20 +1,19 @@
 //! A program that embeds the device reads guests' bytes in place, and writes into buffers that
 //! guests will read.
 
-mod common;
-mod hosting;
-
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::raw::RawGuest;
-use common::{assert_bytes, bytes, deadline, eventually, host};
-use hosting::Hosted;
+use crate::common::raw::RawGuest;
+use crate::common::{self, assert_bytes, bytes, deadline, eventually, host};
+use crate::hosting::{self, Hosted};
 use zerosock::access::{AccessList, Party, Ports, Rule, Verdict};
-use zerosock::driver::{AttachError, Driver, DriverConfig, FrontendError, How, StreamState};
+use zerosock::driver::{
+    Directions, Driver, DriverAttachError, DriverConfig, FrontendError, StreamState,
+};
 use zerosock::vsock::{
     ConnectError, ConnectReason, Endpoint, Fault, FrontendFault, Host, Stream, Wait,
 };
@@ -38,7 +37,7 @@ fn bytes_arrive_both_ways_and_so_do_ends() {
                 let mut guest = hosted.guest();
                 let stream = guest.wait_connect(host(700), deadline()).unwrap();
                 guest.wait_send(stream, &bytes(1, LEN), deadline()).unwrap();
-                guest.shutdown(stream, How::SEND);
+                guest.shutdown(stream, Directions::SEND);
                 let mut back = Vec::new();
                 guest
                     .wait_recv_to_end(stream, &mut back, deadline())
@@ -407,8 +406,8 @@ fn a_reader_is_woken_by_a_shutdown_of_another_thread() {
 
 #[test]
 fn a_host_refuses_shrinkable_memory_unless_it_is_allowed() {
-    let refused = |guest: Result<Driver, AttachError>| match guest {
-        Err(AttachError::Frontend(FrontendError::Refused { request, .. })) => request,
+    let refused = |guest: Result<Driver, DriverAttachError>| match guest {
+        Err(DriverAttachError::Frontend(FrontendError::Refused { request, .. })) => request,
         Err(error) => panic!("{error}"),
         Ok(_) => panic!("taken"),
     };

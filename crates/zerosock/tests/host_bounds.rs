@@ -1,15 +1,14 @@
 //! A program that embeds the device does not read, or does not drop its leases: what this costs
 //! other connections, and how it ends when the guest takes its memory back.
 
-mod common;
-mod hosting;
-
 use std::io::{ErrorKind, Read, Write};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{PATIENCE, assert_bytes, bytes, deadline, eventually, eventually_with, host};
-use hosting::Hosted;
+use crate::common::{
+    self, PATIENCE, assert_bytes, bytes, deadline, eventually, eventually_with, host,
+};
+use crate::hosting::{self, Hosted};
 use zerosock::Port;
 use zerosock::driver::{Driver, StreamState};
 use zerosock::vsock::Stream;

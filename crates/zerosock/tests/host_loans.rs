@@ -1,18 +1,15 @@
 //! Loans of a program that embeds the device: where their bytes are, and what happens to them when
 //! the guest takes its buffers back or posts others.
 
-mod common;
-mod hosting;
-
 use std::io::{ErrorKind, IoSlice, Seek, SeekFrom, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::Instant;
 
-use common::raw::{RX, SIZE, WRITE};
-use common::{PATIENCE, assert_bytes, bytes, deadline, eventually, host};
-use hosting::Hosted;
+use crate::common::raw::{RX, SIZE, WRITE};
+use crate::common::{PATIENCE, assert_bytes, bytes, deadline, eventually, host};
+use crate::hosting::Hosted;
 use zerosock::Port;
 use zerosock::driver::{Driver, StreamId};
 use zerosock::vsock::Stream;

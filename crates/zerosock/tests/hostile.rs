@@ -1,7 +1,5 @@
 //! A guest that breaks the rules does not affect others, and every fault is counted.
 
-mod common;
-
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -9,8 +7,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::raw::{INDIRECT, NEXT, RX, RawGuest, SIZE, TX, WRITE, desc, emit};
-use common::{TestDaemon, assert_bytes, bytes, deadline, eventually, host, host_listener};
+use crate::common::raw::{INDIRECT, NEXT, RX, RawGuest, SIZE, TX, WRITE, desc, emit};
+use crate::common::{
+    self, TestDaemon, assert_bytes, bytes, deadline, eventually, host, host_listener,
+};
 use zerosock::driver::{Address, Cid, Driver, StreamId};
 use zerosock_proto::wire::vsock::{Op, Repr, WireOp, WireType};
 

@@ -4,18 +4,15 @@
 //! that sleeps on the endpoint nor one of the device. Shown by counters: turns, notifications, and
 //! sleeps of each thread.
 
-mod common;
-mod hosting;
-
 use std::cell::RefCell;
 use std::io::{Read, Write};
 use std::path::PathBuf;
 use std::sync::mpsc;
 use std::thread;
 
-use common::raw::{RX, RawGuest};
-use common::{PATIENCE, TestDaemon, eventually, host};
-use hosting::{Hosted, raw_send};
+use crate::common::raw::{RX, RawGuest};
+use crate::common::{self, PATIENCE, TestDaemon, eventually, host};
+use crate::hosting::{Hosted, raw_send};
 use zerosock::Port;
 use zerosock::vsock::{Endpoint, Stream};
 use zerosock_proto::wire::vsock::Op;

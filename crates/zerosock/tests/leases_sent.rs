@@ -1,9 +1,5 @@
 //! Leases on a peer's memory are sent to kernel sockets without a copy.
 
-#[path = "common/pump.rs"]
-#[allow(dead_code, reason = "other tests stop a host early")]
-mod pump;
-
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::thread;
@@ -14,9 +10,9 @@ use zerosock::vsock::{Endpoint, Host, Stream};
 use zerosock::zc::{Buf, Copying, Outgoing, Refusal, SendBackend, Sender};
 use zerosock::{Address, Cid, Port};
 
-use crate::pump::Pumped;
+use crate::common::PATIENCE;
+use crate::common::pump::Pumped;
 
-const PATIENCE: Duration = Duration::from_secs(60);
 const MOMENT: Duration = Duration::from_millis(1);
 const TOTAL: usize = 4 << 20;
 const BACKENDS: [SendBackend; 3] = [

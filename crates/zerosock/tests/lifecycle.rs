@@ -1,7 +1,5 @@
 //! Guests that connect and disconnect, daemons that die, queues that stop, memory that changes.
 
-mod common;
-
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -10,13 +8,13 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::raw::{RawGuest, TX};
-use common::{
-    TestDaemon, assert_bytes, bytes, connect_guest, deadline, eventually_with, host, host_listener,
-    hybrid,
+use crate::common::raw::{RawGuest, TX};
+use crate::common::{
+    self, TestDaemon, assert_bytes, bytes, connect_guest, deadline, eventually_with, host,
+    host_listener, hybrid,
 };
 use zerosock::driver::{
-    Driver, DriverEvent, How, Port, RecvError, SendError, StreamId, StreamState,
+    Directions, Driver, DriverEvent, Port, RecvError, SendError, StreamId, StreamState,
 };
 use zerosock_proto::wire::vsock::Op;
 
@@ -197,7 +195,12 @@ fn a_daemon_that_is_killed_and_restarted_resets_the_transport() {
     let (socket, uds_path) = (dir.path().join("vm.sock"), dir.path().join("vm.vsock"));
     let start = || {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["daemon_process", "--exact", "--ignored", "--nocapture"])
+            .args([
+                "lifecycle::daemon_process",
+                "--exact",
+                "--ignored",
+                "--nocapture",
+            ])
             .env("ZEROSOCK_TEST_CHILD", dir.path())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -246,7 +249,7 @@ fn disturbed(mut disturb: impl FnMut(&mut Driver, &TestDaemon)) {
                 Err(error) => panic!("after {sent} bytes: {error}"),
             }
             if sent == want.len() {
-                guest.shutdown(echo.stream, How::SEND);
+                guest.shutdown(echo.stream, Directions::SEND);
             }
         }
         guest.flush();

@@ -1,13 +1,11 @@
 //! Limits on mapped memory: a peer above its limit is refused, its neighbour continues, and the
 //! share is released when the peer leaves.
 
-mod common;
-
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
-use common::raw::connect;
-use common::{TestDaemon, deadline, eventually, host};
+use crate::common::raw::connect;
+use crate::common::{TestDaemon, deadline, eventually, host};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use zerosock::driver::{Frontend, FrontendError};
 use zerosock_ring::RegionConfig;

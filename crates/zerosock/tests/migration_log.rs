@@ -1,9 +1,6 @@
 //! The log of written pages, for live migration: each page that a vsock device has changed is marked,
 //! and no page that it has not written.
 
-mod common;
-mod hosting;
-
 use std::collections::BTreeSet;
 use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,9 +8,9 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::Instant;
 
-use common::raw::{GUEST, LEN, RX, RawGuest, SIZE, TX};
-use common::{PATIENCE, TestDaemon, bytes, deadline, eventually};
-use hosting::Hosted;
+use crate::common::raw::{GUEST, LEN, RX, RawGuest, SIZE, TX};
+use crate::common::{PATIENCE, TestDaemon, bytes, deadline, eventually};
+use crate::hosting::Hosted;
 use zerosock::driver::{Address, Cid, Port};
 use zerosock_proto::wire::vsock::Op;
 use zerosock_sys::memfd;

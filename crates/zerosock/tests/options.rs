@@ -2,15 +2,12 @@
 //!
 //! Their effect on a connection is in the list of behaviours (docs/behaviours.md).
 
-mod common;
-mod hosting;
-
 use std::io::{Error, ErrorKind, Read, Write};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{PATIENCE, deadline, eventually, host, pairs};
-use hosting::Hosted;
+use crate::common::{self, PATIENCE, deadline, eventually, host, pairs};
+use crate::hosting::Hosted;
 use zerosock::daemon::StartError;
 use zerosock::driver::ConfigError;
 use zerosock::vsock::{

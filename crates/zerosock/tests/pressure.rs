@@ -1,19 +1,17 @@
 //! Stalled readers, starved queues and full sockets lose no bytes and do not affect others.
 
-mod common;
-
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread;
 use std::time::Duration;
 
-use common::{
-    TestDaemon, assert_bytes, byte, bytes, connect_guest, deadline, eventually_with, host,
+use crate::common::{
+    self, TestDaemon, assert_bytes, byte, bytes, connect_guest, deadline, eventually_with, host,
 };
 use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_size};
 use zerosock::daemon::Stats;
-use zerosock::driver::{Driver, How, Port, RecvError, SendError, StreamId};
+use zerosock::driver::{Directions, Driver, Port, RecvError, SendError, StreamId};
 
 /// One stream from the guest, of which `len` bytes are to be sent.
 struct Sender {
@@ -38,7 +36,7 @@ impl Sender {
                 Err(error) => panic!("stream {}: {error}", self.seed),
             }
             if self.sent == self.len {
-                guest.shutdown(self.stream, How::SEND);
+                guest.shutdown(self.stream, Directions::SEND);
             }
         }
         true
@@ -269,7 +267,7 @@ fn many_small_packets_under_back_pressure_reset_nothing() {
             }
             size = 129 + (size * 7) % 383;
             if sent == want.len() {
-                guest.shutdown(stream, How::SEND);
+                guest.shutdown(stream, Directions::SEND);
             }
         }
         if reader.is_none() && blocked && has_stalled(&daemon) {
@@ -320,7 +318,7 @@ fn a_close_against_a_full_socket_loses_nothing() {
             assert_eq!((stats.bridges_now, stats.timers_now), (2, timers));
         }
     };
-    guest.shutdown(stream, How::BOTH);
+    guest.shutdown(stream, Directions::BOTH);
     only_so_many_timers_run(&mut guest, 0);
     // As a guest does that has waited in vain for an answer, after 8 s.
     guest.abort(stream);

@@ -2,13 +2,11 @@
 //! of them after they close. `zerosock-cli/tests/scale.rs` measures their memory, with the daemon
 //! in its own process.
 
-mod common;
-
 use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use common::{TestDaemon, connect_guest, deadline, eventually_with, host};
+use crate::common::{self, TestDaemon, connect_guest, deadline, eventually_with, host};
 use zerosock::daemon::Stats;
 use zerosock::driver::{Address, Cid, Driver, Port, RecvError, StreamId, StreamState};
 

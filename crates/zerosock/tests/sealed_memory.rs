@@ -1,14 +1,12 @@
 //! VMs that must have sealed memory, beside one that need not.
 
-mod common;
-
 use std::path::{Path, PathBuf};
 
-use common::{Vm, daemon_config, deadline, host, host_listener};
+use crate::common::{self, Vm, daemon_config, deadline, host, host_listener};
 use zerosock::daemon::{Daemon, Reload, VmConfig};
-use zerosock::driver::{AttachError, Driver, DriverConfig, FrontendError};
+use zerosock::driver::{Driver, DriverAttachError, DriverConfig, FrontendError};
 
-fn attach(socket: &Path, seal: bool) -> Result<Driver, AttachError> {
+fn attach(socket: &Path, seal: bool) -> Result<Driver, DriverAttachError> {
     Driver::attach(DriverConfig {
         seal,
         queue_pairs: common::pairs(),
@@ -17,9 +15,9 @@ fn attach(socket: &Path, seal: bool) -> Result<Driver, AttachError> {
 }
 
 /// The front-end's request that was refused.
-fn refused(attached: Result<Driver, AttachError>) -> &'static str {
+fn refused(attached: Result<Driver, DriverAttachError>) -> &'static str {
     match attached {
-        Err(AttachError::Frontend(FrontendError::Refused { request, .. })) => request,
+        Err(DriverAttachError::Frontend(FrontendError::Refused { request, .. })) => request,
         Err(error) => panic!("{error}"),
         Ok(_) => panic!("taken"),
     }

@@ -1,17 +1,14 @@
 //! SHUT_RD at the side that calls it: reads return the end at once, and every kind of waiting
 //! reader is woken. For the backends of both sides.
 
-mod common;
-mod hosting;
-
 use std::io::{BufRead, ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::raw::RawGuest;
-use common::{PATIENCE, bytes, deadline, eventually};
-use hosting::Hosted;
+use crate::common::raw::RawGuest;
+use crate::common::{self, PATIENCE, bytes, deadline, eventually};
+use crate::hosting::Hosted;
 use zerosock::vsock::{Endpoint, Poller, Readiness, SeqPacket, Stream, Wait};
 use zerosock::{Address, Cid, Port};
 use zerosock_proto::wire::vsock::Op;

@@ -1,13 +1,11 @@
 //! Connections between two guests of one daemon.
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::{TestDaemon, assert_bytes, bytes, deadline};
+use crate::common::{self, TestDaemon, assert_bytes, bytes, deadline};
 use zerosock::daemon::DaemonConfig;
 use zerosock::driver::{
-    Address, Cid, Driver, How, Port, RecvError, SendError, StreamId, WaitError,
+    Address, Cid, Directions, Driver, Port, RecvError, SendError, StreamId, WaitError,
 };
 
 const PORT: Port = Port::new(77);
@@ -82,7 +80,7 @@ fn push(guest: &mut Driver, stream: StreamId, bytes: &[u8], sent: &mut usize) {
             Err(error) => panic!("after {sent} bytes: {error}"),
         }
         if *sent == bytes.len() {
-            guest.shutdown(stream, How::SEND);
+            guest.shutdown(stream, Directions::SEND);
         }
     }
 }

@@ -4,17 +4,14 @@
 //! Coalesced writes become few packets, and no byte is lost, reordered, or left behind. Shown by
 //! counters, at a host and at an endpoint.
 
-mod common;
-mod hosting;
-
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::thread;
 use std::time::Instant;
 
-use common::raw::RawGuest;
-use common::{PATIENCE, TestDaemon, bytes, deadline, eventually};
-use hosting::Hosted;
+use crate::common::raw::RawGuest;
+use crate::common::{self, PATIENCE, TestDaemon, bytes, deadline, eventually};
+use crate::hosting::Hosted;
 use zerosock::driver::{Driver, DriverConfig};
 use zerosock::vsock::{Endpoint, Stream};
 use zerosock::{Address, Cid, Port};

@@ -1,18 +1,16 @@
 //! Streams between a guest and host programs: connects, refusals, bytes, ends.
 
-mod common;
-
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{
-    TestDaemon, assert_bytes, bytes, connect_guest, deadline, eventually_with, host, hybrid,
+use crate::common::{
+    self, TestDaemon, assert_bytes, bytes, connect_guest, deadline, eventually_with, host, hybrid,
     read_ok,
 };
-use zerosock::driver::{Driver, DriverEvent, How, Port, StreamId, StreamState, WaitError};
+use zerosock::driver::{Directions, Driver, DriverEvent, Port, StreamId, StreamState, WaitError};
 
 const PORT: Port = Port::new(1000);
 
@@ -62,7 +60,7 @@ fn exchange(mut guest: Driver, stream: StreamId, mut program: UnixStream, len: u
                 Err(error) => panic!("after {sent} bytes: {error}"),
             }
             if sent == ours.len() {
-                guest.shutdown(stream, How::SEND);
+                guest.shutdown(stream, Directions::SEND);
             }
         }
         while !ended {
@@ -122,7 +120,7 @@ fn the_guests_end_of_file_leaves_the_other_way_open() {
     let daemon = TestDaemon::new();
     let (mut guest, stream, mut program) = joined(&daemon);
     guest.wait_send(stream, b"question", deadline()).unwrap();
-    guest.shutdown(stream, How::SEND);
+    guest.shutdown(stream, Directions::SEND);
     let answer = thread::spawn(move || {
         let mut question = Vec::new();
         program.read_to_end(&mut question).unwrap();
@@ -149,7 +147,7 @@ fn the_hosts_end_of_file_leaves_the_other_way_open() {
         .unwrap();
     assert_eq!(got, b"question");
     guest.wait_send(stream, b"answer", deadline()).unwrap();
-    guest.shutdown(stream, How::SEND);
+    guest.shutdown(stream, Directions::SEND);
     guest.drive().unwrap();
     let mut answer = Vec::new();
     let reader = thread::spawn(move || {
@@ -164,7 +162,7 @@ fn the_hosts_end_of_file_leaves_the_other_way_open() {
 fn a_guest_that_shuts_down_receiving_gives_the_host_a_broken_pipe() {
     let daemon = TestDaemon::new();
     let (mut guest, stream, mut program) = joined(&daemon);
-    guest.shutdown(stream, How::RECEIVE);
+    guest.shutdown(stream, Directions::RECEIVE);
     guest.drive().unwrap();
     let writer = thread::spawn(move || {
         let give_up = deadline();
@@ -361,7 +359,7 @@ fn a_hundred_and_fifty_connections_at_once() {
                 {
                     guest.wait_send(stream, &part[..more], give_up).unwrap();
                 }
-                guest.shutdown(stream, How::SEND);
+                guest.shutdown(stream, Directions::SEND);
                 echoed += 1;
             }
             _ => {}
@@ -441,7 +439,7 @@ fn both_ends_closed_leaves_nothing_behind() {
     let (mut guest, stream, program) = joined(&daemon);
     drop(program);
     eventually_with(&mut guest, "finished", |guest| {
-        guest.shutdown(stream, How::BOTH);
+        guest.shutdown(stream, Directions::BOTH);
         let mut part = [0u8; 10];
         let _ = guest.recv(stream, &mut part);
         guest.state(stream) == Some(StreamState::Finished)
@@ -488,7 +486,7 @@ fn unread_at_the_end(deaf_first: bool, last: &'static [u8]) {
         full && daemon.stats().is_none_or(written)
     });
     if deaf_first {
-        guest.shutdown(stream, How::RECEIVE);
+        guest.shutdown(stream, Directions::RECEIVE);
         eventually_with(&mut guest, "a broken pipe", |_| {
             program
                 .write(&[1])

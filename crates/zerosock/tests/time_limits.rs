@@ -1,13 +1,11 @@
 //! Host programs that do not read or do not accept: what they hold is freed after a time limit.
 
-mod common;
-
 use std::io::Read;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
-use common::raw::RawGuest;
-use common::{TestDaemon, assert_bytes, bytes, deadline, eventually_with, host};
+use crate::common::raw::RawGuest;
+use crate::common::{self, TestDaemon, assert_bytes, bytes, deadline, eventually_with, host};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use zerosock::driver::{Driver, SendError, StreamId};
 use zerosock_proto::wire::vsock::Op;

@@ -1,13 +1,10 @@
 //! One turn of an embedding host takes a bounded number of packets from each guest, whatever it
 //! posts. Only the test calls `drive`, and it counts packets.
 
-mod common;
-mod hosting;
-
 use std::io::Read;
 
-use common::{PATIENCE, deadline, host};
-use hosting::Hosted;
+use crate::common::{PATIENCE, deadline, host};
+use crate::hosting::Hosted;
 use zerosock::driver::{Driver, DriverConfig, StreamId};
 use zerosock::vsock::{Host, Stream};
 use zerosock::{Cid, Port};

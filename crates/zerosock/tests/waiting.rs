@@ -1,14 +1,12 @@
 //! Every kind of wait is woken when another thread or the peer changes what it waits for.
 
-mod common;
-
 use std::io::{BufRead, ErrorKind, Read, Write};
 use std::os::fd::AsFd;
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{PATIENCE, TestDaemon, deadline, eventually};
+use crate::common::{self, PATIENCE, TestDaemon, deadline, eventually};
 use rustix::buffer::spare_capacity;
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use zerosock::driver::{Driver, DriverConfig};

@@ -48,20 +48,20 @@ const LONGER: Duration = Duration::from_millis(300);
 
 /// Variant of an order: the number of pairs, and whether receivers take many datagrams per call.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-struct How {
+struct DatagramMode {
     pairs: usize,
     many: bool,
 }
 
-impl How {
-    fn of(order: &Order) -> Result<How, Fault> {
+impl DatagramMode {
+    fn of(order: &Order) -> Result<DatagramMode, Fault> {
         let how = order.how.as_deref().unwrap_or("1");
         let (pairs, many) = match how.strip_suffix("-many") {
             Some(pairs) => (pairs, true),
             None => (how, false),
         };
         match pairs.parse() {
-            Ok(pairs @ 1..=256) => Ok(How { pairs, many }),
+            Ok(pairs @ 1..=256) => Ok(DatagramMode { pairs, many }),
             _ => Err(format!("how={how}: 1 to 256 pairs")),
         }
     }
@@ -81,7 +81,7 @@ trait Receiver: Send {
 
 /// Carries out an order as one of the two sides.
 pub(crate) fn work(order: &Order, ours: bool) -> Result<(), Fault> {
-    let how = How::of(order)?;
+    let how = DatagramMode::of(order)?;
     match (order.job, ours) {
         (Job::Receive, true) => {
             let base = PathBuf::from(&order.place);
@@ -473,11 +473,11 @@ mod tests {
             to: None,
             how: how.map(str::to_owned),
         };
-        let how = |pairs, many| Ok(How { pairs, many });
-        assert_eq!(How::of(&order(None)), how(1, false));
-        assert_eq!(How::of(&order(Some("4"))), how(4, false));
-        assert_eq!(How::of(&order(Some("2-many"))), how(2, true));
-        assert!(How::of(&order(Some("0"))).is_err());
-        assert!(How::of(&order(Some("many"))).is_err());
+        let how = |pairs, many| Ok(DatagramMode { pairs, many });
+        assert_eq!(DatagramMode::of(&order(None)), how(1, false));
+        assert_eq!(DatagramMode::of(&order(Some("4"))), how(4, false));
+        assert_eq!(DatagramMode::of(&order(Some("2-many"))), how(2, true));
+        assert!(DatagramMode::of(&order(Some("0"))).is_err());
+        assert!(DatagramMode::of(&order(Some("many"))).is_err());
     }
 }

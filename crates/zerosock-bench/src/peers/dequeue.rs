@@ -15,7 +15,7 @@ use crate::worker::touch::{Check, Fault, Seen};
 
 /// How a receiver dequeues.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct How {
+pub(crate) struct DequeueMode {
     way: Way,
     /// Whether the receiver then reads every byte; else only the first ones, which identify the
     /// message.
@@ -32,10 +32,10 @@ enum Way {
     Callback,
 }
 
-impl FromStr for How {
+impl FromStr for DequeueMode {
     type Err = Fault;
 
-    fn from_str(word: &str) -> Result<How, Fault> {
+    fn from_str(word: &str) -> Result<DequeueMode, Fault> {
         let (way, touches) = match word {
             COPY => (Way::Copies, true),
             COPY_UNTOUCHED => (Way::Copies, false),
@@ -44,7 +44,7 @@ impl FromStr for How {
             SHOWN => (Way::Callback, true),
             _ => return Err(format!("how={word}: unknown way to dequeue")),
         };
-        Ok(How { way, touches })
+        Ok(DequeueMode { way, touches })
     }
 }
 
@@ -67,7 +67,7 @@ pub(crate) trait Dequeue {
 }
 
 /// Dequeues from a zerosock stream.
-pub(crate) fn run(stream: &Stream, how: How, order: &Order) -> Result<Outcome, Fault> {
+pub(crate) fn run(stream: &Stream, how: DequeueMode, order: &Order) -> Result<Outcome, Fault> {
     let mut receiver = Receiver {
         stream,
         how,
@@ -112,7 +112,7 @@ fn nanoseconds(time: Duration) -> u64 {
 
 struct Receiver<'s> {
     stream: &'s Stream,
-    how: How,
+    how: DequeueMode,
     buffer: Vec<u8>,
     /// The part of the last lease that belongs to the next piece: a lease of copied bytes may cover
     /// several packets.

@@ -72,7 +72,7 @@ pub(crate) fn work(order: &Order) -> Result<(), Fault> {
     receive(&link, how.parse()?, order)
 }
 
-fn receive(link: &Ours, how: dequeue::How, order: &Order) -> Result<(), Fault> {
+fn receive(link: &Ours, how: dequeue::DequeueMode, order: &Order) -> Result<(), Fault> {
     worker::work_with(|| dequeue::run(&link.stream, how, order))
 }
 

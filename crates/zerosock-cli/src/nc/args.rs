@@ -6,7 +6,7 @@ use clap::Args;
 
 use super::endpoint;
 use crate::duration;
-use crate::endpoint::Endpoint;
+use crate::endpoint::EndpointArg;
 
 /// Netcat for vsock and Unix sockets: join standard input and output to one connection
 ///
@@ -20,7 +20,7 @@ pub(crate) struct NcArgs {
     /// attach:PATH:CID:PORT, attach-listen:PATH:PORT, service:PATH:CID:PORT or
     /// service-listen:PATH:PORT
     #[arg(value_parser = endpoint::parse)]
-    pub(crate) endpoint: Endpoint,
+    pub(crate) endpoint: EndpointArg,
 
     /// Messages instead of a stream: sockets of type SOCK_SEQPACKET
     ///

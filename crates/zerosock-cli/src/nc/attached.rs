@@ -9,7 +9,7 @@ use zerosock::vsock::Endpoint;
 use super::connection::{Connection, Kind, Transport};
 use super::datagrams::Datagrams;
 use super::error::ConnectError;
-use crate::endpoint::{Attached, Peer, Role};
+use crate::endpoint::{Attached, CidOrName, Role};
 
 /// Attaches, and connects or waits for a datagram.
 pub(super) fn establish(
@@ -27,7 +27,7 @@ pub(super) fn establish(
 
 fn connect(
     end: &Attached,
-    to: &Peer,
+    to: &CidOrName,
     transport: Transport,
     left: Option<Duration>,
 ) -> Result<Connection, ConnectError> {

@@ -14,10 +14,10 @@ use super::connection::{Connection, Kind, Transport};
 use super::deadline::{Deadline, wait_for};
 use super::error::ConnectError;
 use super::listen::Acceptor;
-use crate::endpoint::Endpoint;
+use crate::endpoint::EndpointArg;
 use zerosock_relay::Target;
 use zerosock_relay::connector::NO_PERMISSION;
-use zerosock_relay::relay::{Answer, CLOSED_WITHOUT_OK, Endpoint as Kernel, LONGEST_ANSWER};
+use zerosock_relay::relay::{CLOSED_WITHOUT_OK, HybridAnswer, KernelEndpoint, LONGEST_ANSWER};
 
 /// What a reset in the place of an answer can mean: it carries no reason.
 pub(crate) const REFUSED_BY_PEER: &str = "no listener, its backlog is full, a target that does not accept, \
@@ -25,7 +25,7 @@ pub(crate) const REFUSED_BY_PEER: &str = "no listener, its backlog is full, a ta
 
 /// Binds a listening endpoint; `None` if `endpoint` connects.
 pub(super) fn bind(
-    endpoint: &Endpoint,
+    endpoint: &EndpointArg,
     kind: Kind,
     backlog: i32,
     deadline: Deadline,
@@ -38,7 +38,7 @@ pub(super) fn bind(
 
 /// Connects, or waits for a datagram. Calls `listening` when peers can send one.
 pub(super) fn establish(
-    endpoint: &Endpoint,
+    endpoint: &EndpointArg,
     transport: Transport,
     deadline: Deadline,
     retry: bool,
@@ -46,16 +46,16 @@ pub(super) fn establish(
 ) -> Result<Connection, ConnectError> {
     repeat(deadline, retry, || {
         let (end, kind) = match (endpoint, transport) {
-            (Endpoint::Attached(end), _) => {
+            (EndpointArg::Attached(end), _) => {
                 return attached::establish(end, transport, deadline.left(), &listening);
             }
             (_, Transport::Datagrams) => return Err(ConnectError::NoDatagrams),
-            (Endpoint::Kernel(end), Transport::Connection(kind)) => (end, kind),
+            (EndpointArg::Kernel(end), Transport::Connection(kind)) => (end, kind),
         };
         let socket = match end {
-            Kernel::Vsock { cid, port } => vsock(*cid, *port, kind, deadline),
-            Kernel::Connect(Target::Unix(path)) => unix(path, kind, deadline),
-            Kernel::Hybrid { path, port } => hybrid(path, *port, kind, deadline),
+            KernelEndpoint::Vsock { cid, port } => vsock(*cid, *port, kind, deadline),
+            KernelEndpoint::Connect(Target::Unix(path)) => unix(path, kind, deadline),
+            KernelEndpoint::Hybrid { path, port } => hybrid(path, *port, kind, deadline),
             _ => Err(ConnectError::Listens),
         };
         socket.map(|socket| kind.of(socket))
@@ -213,10 +213,10 @@ fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<Owne
         if kind == Kind::Messages {
             answer.push(b'\n');
         }
-        match Answer::read(&answer) {
-            Answer::Ok(_) => return Ok(socket),
-            Answer::Unfinished => {}
-            Answer::Other(line) => {
+        match HybridAnswer::read(&answer) {
+            HybridAnswer::Ok(_) => return Ok(socket),
+            HybridAnswer::Unfinished => {}
+            HybridAnswer::Other(line) => {
                 let answer = line.escape_debug();
                 return Err(ConnectError::Handshake(format!(
                     "{} answered `{answer}` to CONNECT",

@@ -14,19 +14,19 @@ use super::attached;
 use super::connection::{Connection, Kind};
 use super::deadline::{Deadline, wait_for};
 use super::error::ConnectError;
-use crate::endpoint::Endpoint;
+use crate::endpoint::EndpointArg;
 use crate::signals::{Signals, Wake};
 use crate::sockets::{self, SocketFile};
-use zerosock_relay::relay::Endpoint as Kernel;
+use zerosock_relay::relay::KernelEndpoint;
 
 /// A bound endpoint.
 pub(super) struct Acceptor {
-    source: Source,
+    source: ListeningSocket,
     /// The endpoint, for errors.
     place: String,
 }
 
-enum Source {
+enum ListeningSocket {
     Kernel {
         listener: OwnedFd,
         kind: Kind,
@@ -42,22 +42,22 @@ enum Source {
 impl Acceptor {
     /// Binds `endpoint`; `None` if it does not listen.
     pub(super) fn bind(
-        endpoint: &Endpoint,
+        endpoint: &EndpointArg,
         kind: Kind,
         backlog: i32,
         deadline: Deadline,
     ) -> Result<Option<Acceptor>, ConnectError> {
         let (source, place) = match endpoint {
-            Endpoint::Kernel(Kernel::VsockListen { port }) => {
+            EndpointArg::Kernel(KernelEndpoint::VsockListen { port }) => {
                 let place = format!("vsock port {port}");
                 (vsock(*port, kind, backlog, &place)?, place)
             }
-            Endpoint::Kernel(Kernel::UnixListen(path)) => {
+            EndpointArg::Kernel(KernelEndpoint::UnixListen(path)) => {
                 let place = path.display().to_string();
                 let signals = Signals::catch().map_err(failed(&place))?;
                 let access = sockets::Access::default();
                 let (listener, file) = sockets::bind_type(path, access, kind.socket_type())?;
-                let source = Source::Kernel {
+                let source = ListeningSocket::Kernel {
                     listener,
                     kind,
                     signals,
@@ -65,14 +65,14 @@ impl Acceptor {
                 };
                 (source, place)
             }
-            Endpoint::Attached(end) if end.to.is_none() => {
+            EndpointArg::Attached(end) if end.to.is_none() => {
                 let (port, backlog) = (end.port, backlog as usize);
                 let endpoint = attached::attach(end, &[port], deadline.left())?;
                 let listener = match kind {
-                    Kind::Bytes => endpoint.listen(port, backlog).map(Source::Streams),
+                    Kind::Bytes => endpoint.listen(port, backlog).map(ListeningSocket::Streams),
                     Kind::Messages => {
                         let listener = endpoint.listen_seqpacket(port, backlog);
-                        listener.map(Source::Messages)
+                        listener.map(ListeningSocket::Messages)
                     }
                 };
                 let failed = attached::failed(format!("listening on port {port}"));
@@ -90,7 +90,7 @@ impl Acceptor {
         // Duration::MAX is no limit in practice.
         let left = deadline.left().unwrap_or(Duration::MAX);
         let accepted = match &self.source {
-            Source::Kernel {
+            ListeningSocket::Kernel {
                 listener,
                 kind,
                 signals,
@@ -100,11 +100,11 @@ impl Acceptor {
                 Ok(Some(socket)) => Ok(kind.of(socket)),
                 Err(error) => Err(error),
             },
-            Source::Streams(listener) => {
+            ListeningSocket::Streams(listener) => {
                 let accepted = listener.accept_timeout(left);
                 accepted.map(|(stream, _)| Connection::Stream(stream))
             }
-            Source::Messages(listener) => {
+            ListeningSocket::Messages(listener) => {
                 let accepted = listener.accept_timeout(left);
                 accepted.map(|(connection, _)| Connection::Messages(connection))
             }
@@ -126,9 +126,11 @@ impl Acceptor {
     ) -> Result<(), ConnectError> {
         let deadline = Deadline::after(limit);
         let waited = match &self.source {
-            Source::Kernel { signals, .. } => wait_or_signal(signals, other, deadline).map(drop),
+            ListeningSocket::Kernel { signals, .. } => {
+                wait_or_signal(signals, other, deadline).map(drop)
+            }
             // Signals have their default effect.
-            Source::Streams(_) | Source::Messages(_) => {
+            ListeningSocket::Streams(_) | ListeningSocket::Messages(_) => {
                 wait_for(other, PollFlags::IN, deadline).map(drop)
             }
         };
@@ -137,7 +139,7 @@ impl Acceptor {
 
     /// Gives signals their default effect, or catches them again, so that they end a wait.
     pub(super) fn catch_signals(&self, caught: bool) {
-        if let Source::Kernel { signals, .. } = &self.source {
+        if let ListeningSocket::Kernel { signals, .. } = &self.source {
             signals.restore(!caught);
         }
     }
@@ -150,13 +152,18 @@ fn failed(place: &str) -> impl Fn(io::Error) -> ConnectError {
     }
 }
 
-fn vsock(port: u32, kind: Kind, backlog: i32, place: &str) -> Result<Source, ConnectError> {
+fn vsock(
+    port: u32,
+    kind: Kind,
+    backlog: i32,
+    place: &str,
+) -> Result<ListeningSocket, ConnectError> {
     let any = zerosock_sys::vsock::CID_ANY;
     let listener = match kind {
         Kind::Bytes => zerosock_sys::vsock::listen(any, port, backlog),
         Kind::Messages => zerosock_sys::vsock::listen_seqpacket(any, port, backlog),
     };
-    Ok(Source::Kernel {
+    Ok(ListeningSocket::Kernel {
         listener: listener.map_err(failed(place))?,
         kind,
         signals: Signals::catch().map_err(failed(place))?,

@@ -25,7 +25,7 @@ use zerosock_sys::reaper;
 use zerosock_sys::tun::{AccessError, InterfaceName, Sharing, Tap, TapError};
 use zerosock_sys::xdp::{MAX_FRAME, MAX_QUEUES};
 
-use super::xdp::{self, Claim, How, Interfaces, XdpQueue};
+use super::xdp::{self, Claim, Interfaces, XdpQueue, XdpQueueOptions};
 use crate::failure::Failure;
 use crate::sockets::{self, Access, SocketFile};
 
@@ -192,7 +192,7 @@ impl Network {
         self,
         common: &Common,
         interfaces: &mut Interfaces,
-    ) -> Result<Opened, Failure> {
+    ) -> Result<OpenedNetwork, Failure> {
         let carrier = self.open_carrier(interfaces)?;
         let mut files = Vec::new();
         let mut guests = Vec::new();
@@ -222,7 +222,7 @@ impl Network {
                 },
             });
         }
-        Ok(Opened {
+        Ok(OpenedNetwork {
             carrier,
             guests,
             files,
@@ -235,7 +235,7 @@ impl Network {
             let tap = self.open_tap()?;
             return Ok(tap.map_or(Carrier::None, Carrier::Tap));
         };
-        let how = How {
+        let how = XdpQueueOptions {
             queues: self.queues,
             drop_long: self.xdp_drop_long,
             copy: self.xdp_copy,
@@ -321,14 +321,14 @@ enum Carrier {
 }
 
 /// A network with all that needs capabilities.
-pub(crate) struct Opened {
+pub(crate) struct OpenedNetwork {
     carrier: Carrier,
     guests: Vec<GuestConfig>,
     files: Vec<SocketFile>,
     spin: Duration,
 }
 
-impl Opened {
+impl OpenedNetwork {
     /// Starts the threads.
     pub(crate) fn serve(self) -> Result<Serving, Failure> {
         let title = match &self.carrier {
@@ -447,107 +447,5 @@ fn log_counters(device: &str, stats: &NetStats, what: &str) {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn network(text: &str) -> Result<Network, String> {
-        let network: Network = serde_yaml_ng::from_str(text).map_err(|error| error.to_string())?;
-        network.check(str::to_owned)?;
-        Ok(network)
-    }
-
-    #[test]
-    fn a_guest_has_a_path_and_perhaps_an_address() {
-        let guest: Guest = "/run/a,mac=52:54:00:00:00:01,mac-filter".parse().unwrap();
-        let from_file = "{socket: /run/a, mac: '52:54:00:00:00:01', mac_filter: true}";
-        assert_eq!(serde_yaml_ng::from_str::<Guest>(from_file).unwrap(), guest);
-        for text in ["/run/a,mac=5", "/run/a,x", "/run/a,mac"] {
-            assert!(text.parse::<Guest>().is_err(), "{text}");
-        }
-    }
-
-    #[test]
-    fn the_fault_of_a_bridge_names_it() {
-        let bridge = "nobr".parse().unwrap();
-        let fault = |error: Errno| bridge_fault(&bridge, &error.into());
-        assert_eq!(
-            fault(Errno::NODEV),
-            "there is no bridge nobr: make it with `ip link add nobr type bridge`"
-        );
-        assert_eq!(fault(Errno::OPNOTSUPP), "nobr is no bridge");
-        assert_eq!(fault(Errno::BUSY), "it is a port of another bridge");
-        assert!(fault(Errno::PERM).starts_with("Operation not permitted"));
-    }
-
-    #[test]
-    fn what_does_not_go_together_is_refused_by_name() {
-        assert!(network("{tap: t0, bridge: b, guests: [{socket: a}]}").is_ok());
-        assert!(network("{guests: [{socket: a}, {socket: b}]}").is_ok());
-        let xdp = network("{xdp: 'e0:3', xdp_drop_long: true, mtu: 1510, guests: [{socket: a}]}");
-        assert_eq!(xdp.unwrap().xdp.unwrap().to_string(), "e0:3");
-        for (text, wanted) in [
-            ("{guests: [{socket: a}]}", "tap: name the interface"),
-            ("{tap: t0, guests: []}", "guests: none"),
-            (
-                "{tap: t0, mtu: 67, guests: [{socket: a}]}",
-                "mtu: 68 to 65521, not 67",
-            ),
-            (
-                "{tap: t0, mtu: 65522, guests: [{socket: a}]}",
-                "mtu: 68 to 65521, not 65522",
-            ),
-            (
-                "{tap: t0, queues: 17, guests: [{socket: a}]}",
-                "queues: 1 to 16",
-            ),
-            (
-                "{queues: 2, guests: [{socket: a}, {socket: b}]}",
-                "queues: a switch",
-            ),
-            (
-                "{bridge: b, guests: [{socket: a}, {socket: b}]}",
-                "bridge: needs tap",
-            ),
-            (
-                "{guests: [{socket: a}, {socket: a}]}",
-                "a: used by two guests",
-            ),
-            (
-                "{tap: t0, guests: [{socket: a, mac_filter: true}]}",
-                "mac-filter: needs mac",
-            ),
-            ("{xdp: 'e0:256', guests: [{socket: a}]}", "IFACE[:QUEUE]"),
-            (
-                "{xdp: e0, tap: t0, guests: [{socket: a}]}",
-                "xdp: not together",
-            ),
-            (
-                "{xdp: 'e0:255', queues: 2, guests: [{socket: a}]}",
-                "queues: beyond queue 255",
-            ),
-            (
-                "{xdp: e0, mtu: 1511, guests: [{socket: a}]}",
-                "mtu: at most 1510",
-            ),
-            (
-                "{xdp: e0, share_tap: true, guests: [{socket: a}]}",
-                "share-tap: needs tap",
-            ),
-            (
-                "{tap: t0, xdp_copy: true, guests: [{socket: a}]}",
-                "xdp-copy: needs xdp",
-            ),
-            (
-                "{tap: 'a b', guests: [{socket: a}]}",
-                "name has 1 to 15 bytes",
-            ),
-            (
-                "{tap: t0, tap_fd: [3], guests: [{socket: a}]}",
-                "unknown field `tap_fd`",
-            ),
-        ] {
-            let said = network(text).unwrap_err();
-            assert!(said.contains(wanted), "{text}: {said}");
-        }
-    }
-}
+#[path = "network_tests.rs"]
+mod tests;

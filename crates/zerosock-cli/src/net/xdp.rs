@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 
 use zerosock_net::xdp::{Use, XdpBackend, XdpConfig};
 use zerosock_sys::tun::InterfaceName;
-use zerosock_sys::xdp::{Interface, LongFrames, MAX_QUEUES, Options};
+use zerosock_sys::xdp::{InterfaceOptions, LongFrames, MAX_QUEUES, XdpInterface};
 
 use crate::failure::Failure;
 
@@ -41,7 +41,7 @@ impl fmt::Display for XdpQueue {
 
 /// How the queues are used.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct How {
+pub(super) struct XdpQueueOptions {
     pub(super) queues: u16,
     pub(super) drop_long: bool,
     pub(super) copy: bool,
@@ -58,7 +58,7 @@ pub(crate) struct Interfaces(Vec<Shared>);
 pub(super) type Claim = Arc<Range<u32>>;
 
 struct Shared {
-    interface: Arc<Interface>,
+    interface: Arc<XdpInterface>,
     drop_long: bool,
     /// Queues that networks have, as long as they do.
     queues: Vec<Weak<Range<u32>>>,
@@ -66,7 +66,11 @@ struct Shared {
 
 impl Interfaces {
     /// The interface of these queues, with the program attached, and the claim of the queues.
-    fn get(&mut self, first: XdpQueue, how: How) -> Result<(Arc<Interface>, Claim), Failure> {
+    fn get(
+        &mut self,
+        first: XdpQueue,
+        how: XdpQueueOptions,
+    ) -> Result<(Arc<XdpInterface>, Claim), Failure> {
         let failed =
             |reason: &dyn fmt::Display| Failure::runtime(format_args!("xdp {first}: {reason}"));
         // One that was removed and made again has another number.
@@ -90,14 +94,14 @@ impl Interfaces {
             shared.queues.push(Arc::downgrade(&queues));
             return Ok((Arc::clone(&shared.interface), queues));
         }
-        let options = Options {
+        let options = InterfaceOptions {
             long_frames: match how.drop_long {
                 true => LongFrames::Drop,
                 false => LongFrames::Pass,
             },
-            ..Options::default()
+            ..InterfaceOptions::default()
         };
-        let interface = Interface::open(&first.interface, options);
+        let interface = XdpInterface::open(&first.interface, options);
         let interface = Arc::new(interface.map_err(|error| failed(&error))?);
         self.0.push(Shared {
             interface: Arc::clone(&interface),
@@ -111,7 +115,7 @@ impl Interfaces {
 /// Finds out whether the queues can be used.
 pub(super) fn open(
     first: XdpQueue,
-    how: How,
+    how: XdpQueueOptions,
     interfaces: &mut Interfaces,
 ) -> Result<(XdpBackend, Claim), Failure> {
     let failed = |error| Failure::runtime(format_args!("xdp {first}: {error}"));

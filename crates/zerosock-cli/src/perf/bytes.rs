@@ -18,17 +18,17 @@ fn pattern(len: usize) -> Vec<u8> {
 }
 
 /// The sent bytes: slices of one buffer, at any position of the stream.
-pub(super) struct Source {
+pub(super) struct SentBytes {
     bytes: Vec<u8>,
     at: u64,
     len: u64,
 }
 
-impl Source {
+impl SentBytes {
     /// A stream of `len` bytes, at most `most` at once.
-    pub(super) fn new(len: u64, most: usize) -> Source {
+    pub(super) fn new(len: u64, most: usize) -> SentBytes {
         let bytes = pattern(PERIOD + most);
-        Source { bytes, at: 0, len }
+        SentBytes { bytes, at: 0, len }
     }
 
     /// The next bytes; none at the end.
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn sent_bytes_verify_in_pieces_of_any_size() {
-        let mut source = Source::new(1_000_000, 70_000);
+        let mut source = SentBytes::new(1_000_000, 70_000);
         let mut all = Vec::new();
         while !source.next().is_empty() {
             let some = source.next().len().min(12_345);

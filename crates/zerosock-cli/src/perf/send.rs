@@ -3,7 +3,7 @@
 use std::io;
 use std::time::{Duration, Instant};
 
-use super::bytes::Source;
+use super::bytes::SentBytes;
 
 /// Sends `bytes` in writes of `buffer` bytes by `write`; returns the time of the loop.
 pub(super) fn run(
@@ -11,7 +11,7 @@ pub(super) fn run(
     buffer: usize,
     mut write: impl FnMut(&[u8]) -> io::Result<usize>,
 ) -> io::Result<Duration> {
-    let mut source = Source::new(bytes, buffer);
+    let mut source = SentBytes::new(bytes, buffer);
     let began = Instant::now();
     loop {
         let next = source.next();

@@ -5,7 +5,7 @@ use std::time::Duration;
 use clap::Args;
 use zerosock_relay::relay::Way;
 
-use crate::endpoint::Endpoint;
+use crate::endpoint::EndpointArg;
 use crate::logging::LogFlags;
 use crate::socket_access::AccessFlags;
 use crate::{duration, number, size};
@@ -20,11 +20,11 @@ use crate::{duration, number, size};
 pub(crate) struct RelayArgs {
     /// One end: tcp-listen:ADDRESS:PORT, tcp:HOST:PORT, unix:PATH ... (--help lists all)
     #[arg(value_name = "A")]
-    pub(super) first: Endpoint,
+    pub(super) first: EndpointArg,
 
     /// The other end
     #[arg(value_name = "B")]
-    pub(super) second: Endpoint,
+    pub(super) second: EndpointArg,
 
     /// How bytes are moved: auto, splice, copy or sockmap
     ///

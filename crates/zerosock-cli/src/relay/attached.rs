@@ -25,12 +25,12 @@ use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock::vsock::{Endpoint, Listener, Stream};
 use zerosock::{Address, Port};
-use zerosock_relay::relay::{ACCESS_LINES, Endpoint as KernelEnd};
+use zerosock_relay::relay::{ACCESS_LINES, KernelEndpoint};
 use zerosock_relay::{AddressPolicy, ConnectRequest, Connector, ConnectorConfig, Target};
 use zerosock_sys::LogLimit;
 
 use super::args::RelayArgs;
-use crate::endpoint::{Attached, Endpoint as End};
+use crate::endpoint::{Attached, EndpointArg};
 use crate::failure::Failure;
 use crate::service_manager::notify;
 use crate::signals::{Signals, signals_failed};
@@ -54,8 +54,8 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// Runs until a signal, or to the end of the only pair if neither end listens.
 pub(super) fn run(args: &RelayArgs, signals: &Signals) -> Result<(), Failure> {
     let (attached, kernel) = match (&args.first, &args.second) {
-        (End::Attached(attached), End::Kernel(kernel))
-        | (End::Kernel(kernel), End::Attached(attached)) => (attached, kernel),
+        (EndpointArg::Attached(attached), EndpointArg::Kernel(kernel))
+        | (EndpointArg::Kernel(kernel), EndpointArg::Attached(attached)) => (attached, kernel),
         _ => {
             return Err(Failure::usage(
                 "one of the ends has to be a socket of the kernel, such as unix:PATH or tcp:HOST:PORT",
@@ -67,7 +67,7 @@ pub(super) fn run(args: &RelayArgs, signals: &Signals) -> Result<(), Failure> {
             "{attached} is a stream: give a stream as the other end too, without --proxy-protocol"
         )));
     }
-    let limits = Arc::new(Limits {
+    let limits = Arc::new(ConnectionContext {
         open: AtomicUsize::new(0),
         max_connections: args.max_connections as usize,
         idle: args.idle_timeout,
@@ -82,11 +82,11 @@ pub(super) fn run(args: &RelayArgs, signals: &Signals) -> Result<(), Failure> {
     notify(&[NotifyState::Ready]);
     let (over, done) = io::pipe().map_err(Failure::runtime)?;
     match source {
-        Source::None => {
+        ConnectionSource::None => {
             let (limits, targets) = (Arc::clone(&limits), Arc::clone(&targets));
             let first = targets.attached().map_err(Failure::runtime)?;
             spawn("relay", move || {
-                connect_and_join(&targets, &limits, Side::Stream(first));
+                connect_and_join(&targets, &limits, SourceConnection::Stream(first));
                 drop(done);
             })
             .map_err(Failure::runtime)?;
@@ -109,7 +109,7 @@ pub(super) fn run(args: &RelayArgs, signals: &Signals) -> Result<(), Failure> {
 }
 
 /// What connections have in common.
-struct Limits {
+struct ConnectionContext {
     open: AtomicUsize,
     max_connections: usize,
     idle: Option<Duration>,
@@ -120,7 +120,7 @@ struct Limits {
     lines: LogLimit,
 }
 
-impl Limits {
+impl ConnectionContext {
     /// Logs a warning, within a rate.
     fn warn(&self, text: &dyn std::fmt::Display) {
         if let Some(suppressed) = self.warnings.admit(Instant::now()) {
@@ -130,7 +130,7 @@ impl Limits {
 }
 
 /// Where connections come from.
-enum Source {
+enum ConnectionSource {
     Attached(
         Listener,
         #[allow(dead_code, reason = "keeps the attachment")] Endpoint,
@@ -141,7 +141,7 @@ enum Source {
 }
 
 /// A connection from the source.
-enum Side {
+enum SourceConnection {
     Stream(Stream),
     Socket(OwnedFd),
 }
@@ -171,9 +171,9 @@ fn attach(end: &Attached, ports: &[Port], args: &RelayArgs) -> Result<Endpoint, 
 
 fn source(
     attached: &Attached,
-    kernel: &KernelEnd,
+    kernel: &KernelEndpoint,
     args: &RelayArgs,
-) -> Result<(Source, Option<SocketFile>), Failure> {
+) -> Result<(ConnectionSource, Option<SocketFile>), Failure> {
     let failed = |error: &dyn std::fmt::Display| {
         Failure::runtime(format_args!("{kernel}: cannot listen: {error}"))
     };
@@ -186,41 +186,45 @@ fn source(
             let listener = endpoint.listen(attached.port, BACKLOG);
             let listener = listener.map_err(Failure::runtime)?;
             info!(end = %attached, cid = %endpoint.cid(), "listening");
-            Ok((Source::Attached(listener, endpoint), None))
+            Ok((ConnectionSource::Attached(listener, endpoint), None))
         }
-        (false, KernelEnd::TcpListen(address)) => {
+        (false, KernelEndpoint::TcpListen(address)) => {
             let listener = sockets::bind_tcp(*address).map_err(|error| failed(&error))?;
             let address = getsockname(&listener).and_then(SocketAddr::try_from);
             let address = address.map_err(|error| failed(&error))?;
             info!(end = %kernel, %address, "listening");
-            Ok((Source::Kernel(listener), None))
+            Ok((ConnectionSource::Kernel(listener), None))
         }
-        (false, KernelEnd::UnixListen(path)) => {
+        (false, KernelEndpoint::UnixListen(path)) => {
             let access = args.sockets.access()?;
             let bound = sockets::bind_type(path, access, SocketType::STREAM);
             let (listener, file) = bound.map_err(|error| failed(&error))?;
             info!(end = %kernel, "listening");
-            Ok((Source::Kernel(listener), Some(file)))
+            Ok((ConnectionSource::Kernel(listener), Some(file)))
         }
-        (false, _) => Ok((Source::None, None)),
+        (false, _) => Ok((ConnectionSource::None, None)),
     }
 }
 
-fn not_joined(kernel: &KernelEnd) -> Failure {
+fn not_joined(kernel: &KernelEndpoint) -> Failure {
     Failure::usage(format_args!(
         "{kernel} cannot be joined to an attached endpoint: give a TCP or Unix stream socket"
     ))
 }
 
-fn targets(attached: &Attached, kernel: &KernelEnd, args: &RelayArgs) -> Result<Targets, Failure> {
+fn targets(
+    attached: &Attached,
+    kernel: &KernelEndpoint,
+    args: &RelayArgs,
+) -> Result<Targets, Failure> {
     let kernel = match kernel {
-        KernelEnd::Connect(target) => Some(KernelTarget {
+        KernelEndpoint::Connect(target) => Some(KernelTarget {
             target: target.clone(),
             connector: Connector::start(ConnectorConfig::default()).map_err(Failure::runtime)?,
             timeout: args.connect_timeout,
             keepalive: (!args.keepalive.is_zero()).then_some(args.keepalive),
         }),
-        KernelEnd::TcpListen(_) | KernelEnd::UnixListen(_) => None,
+        KernelEndpoint::TcpListen(_) | KernelEndpoint::UnixListen(_) => None,
         _ => return Err(not_joined(kernel)),
     };
     let attached = match &attached.to {
@@ -271,18 +275,20 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
 }
 
 /// Accepts for as long as the process lives.
-fn accept(source: &Source, targets: &Arc<Targets>, limits: &Arc<Limits>) {
+fn accept(source: &ConnectionSource, targets: &Arc<Targets>, limits: &Arc<ConnectionContext>) {
     loop {
         let accepted = match source {
-            Source::Attached(listener, _) => {
-                listener.accept().map(|(stream, _)| Side::Stream(stream))
-            }
-            Source::Kernel(listener) => {
+            ConnectionSource::Attached(listener, _) => listener
+                .accept()
+                .map(|(stream, _)| SourceConnection::Stream(stream)),
+            ConnectionSource::Kernel(listener) => {
                 let accept = || accept_with(listener, SocketFlags::CLOEXEC);
                 let accepted = retry_on_intr(accept);
-                accepted.map(Side::Socket).map_err(io::Error::from)
+                accepted
+                    .map(SourceConnection::Socket)
+                    .map_err(io::Error::from)
             }
-            Source::None => return,
+            ConnectionSource::None => return,
         };
         let side = match accepted {
             Ok(side) => side,
@@ -307,11 +313,11 @@ fn accept(source: &Source, targets: &Arc<Targets>, limits: &Arc<Limits>) {
 }
 
 /// Connects to the other end, and relays.
-fn connect_and_join(targets: &Targets, limits: &Arc<Limits>, first: Side) {
+fn connect_and_join(targets: &Targets, limits: &Arc<ConnectionContext>, first: SourceConnection) {
     limits.open.fetch_add(1, Ordering::Relaxed);
     let joined = match first {
-        Side::Stream(stream) => targets.kernel().map(|socket| (stream, socket)),
-        Side::Socket(socket) => match targets.attached() {
+        SourceConnection::Stream(stream) => targets.kernel().map(|socket| (stream, socket)),
+        SourceConnection::Socket(socket) => match targets.attached() {
             Ok(stream) => Ok((stream, socket)),
             Err(error) => {
                 reset_on_close(&socket, true);
@@ -343,7 +349,7 @@ struct Joint {
 }
 
 /// Relays until both directions have ended.
-fn join(stream: Stream, socket: OwnedFd, limits: &Limits) {
+fn join(stream: Stream, socket: OwnedFd, limits: &ConnectionContext) {
     let prepared = rustix::io::ioctl_fionbio(&socket, true)
         .map_err(io::Error::from)
         .and_then(|()| stream.set_read_timeout(limits.idle))

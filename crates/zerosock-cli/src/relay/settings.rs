@@ -4,7 +4,7 @@ use rustix::fs::{Gid, Mode};
 use zerosock_relay::relay::RelayConfig;
 
 use super::args::RelayArgs;
-use crate::endpoint::Endpoint;
+use crate::endpoint::EndpointArg;
 use crate::failure::Failure;
 
 /// Most workers without --workers.
@@ -13,7 +13,8 @@ const WORKERS: usize = 8;
 /// The configuration of a relay between kernel sockets; `None` if an end is attached.
 pub(super) fn kernel_config(args: &RelayArgs) -> Result<Option<RelayConfig>, Failure> {
     check(args)?;
-    let (Endpoint::Kernel(first), Endpoint::Kernel(second)) = (&args.first, &args.second) else {
+    let (EndpointArg::Kernel(first), EndpointArg::Kernel(second)) = (&args.first, &args.second)
+    else {
         return Ok(None);
     };
     let mut config = RelayConfig::new([first.clone(), second.clone()]);

@@ -17,7 +17,7 @@ use super::list::joined_by_plus;
 
 /// One entry of the list.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Entry(Rule);
+pub(crate) struct AccessEntry(Rule);
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -32,8 +32,8 @@ struct RawRule {
     name: Option<RuleName>,
 }
 
-impl<'de> Deserialize<'de> for Entry {
-    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Entry, D::Error> {
+impl<'de> Deserialize<'de> for AccessEntry {
+    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<AccessEntry, D::Error> {
         input.deserialize_map(OneKey)
     }
 }
@@ -42,13 +42,13 @@ impl<'de> Deserialize<'de> for Entry {
 struct OneKey;
 
 impl<'de> Visitor<'de> for OneKey {
-    type Value = Entry;
+    type Value = AccessEntry;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("`allow: {from: ..., to: ..., ports: ...}`, or `deny:` with the same")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entry, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<AccessEntry, A::Error> {
         let key: Option<String> = map.next_key()?;
         let verdict = match key.as_deref() {
             Some("allow") => Verdict::Allow,
@@ -66,7 +66,7 @@ impl<'de> Visitor<'de> for OneKey {
             let what = format!("`{key}` beside another rule: make two entries of it");
             return Err(A::Error::custom(what));
         }
-        Ok(Entry(Rule {
+        Ok(AccessEntry(Rule {
             name,
             verdict,
             from,
@@ -77,25 +77,28 @@ impl<'de> Visitor<'de> for OneKey {
 }
 
 /// The list of all entries.
-pub(super) fn list(entries: Vec<Entry>) -> AccessList {
-    AccessList::new(entries.into_iter().map(|Entry(rule)| rule))
+pub(super) fn list(entries: Vec<AccessEntry>) -> AccessList {
+    AccessList::new(entries.into_iter().map(|AccessEntry(rule)| rule))
 }
 
 /// The first group in a rule that is not in `known`, with the index of the rule.
 pub(super) fn unknown_group<'a>(
-    entries: &'a [Entry],
+    entries: &'a [AccessEntry],
     known: &BTreeSet<&str>,
 ) -> Option<(usize, &'a str)> {
-    entries.iter().enumerate().find_map(|(index, Entry(rule))| {
-        let parties = rule.from.iter().chain(&rule.to);
-        let mut groups = parties.filter_map(|party| match party {
-            Party::Group(group) => Some(group.as_str()),
-            _ => None,
-        });
-        groups
-            .find(|group| !known.contains(group))
-            .map(|group| (index, group))
-    })
+    entries
+        .iter()
+        .enumerate()
+        .find_map(|(index, AccessEntry(rule))| {
+            let parties = rule.from.iter().chain(&rule.to);
+            let mut groups = parties.filter_map(|party| match party {
+                Party::Group(group) => Some(group.as_str()),
+                _ => None,
+            });
+            groups
+                .find(|group| !known.contains(group))
+                .map(|group| (index, group))
+        })
 }
 
 const PARTIES: &str = "any, host, a CID such as 3, CIDs such as 3-9, group:NAME or name:NAME, \
@@ -174,111 +177,5 @@ pub(super) fn range<T: FromStr + Copy>(text: &str) -> Option<RangeInclusive<T>> 
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn read(text: &str) -> Result<Vec<Entry>, String> {
-        serde_yaml_ng::from_str(text).map_err(|error| error.to_string())
-    }
-
-    fn cids(first: u32, last: u32) -> Party {
-        Party::Cids(Cids::new(Cid::new(first), Cid::new(last)).unwrap())
-    }
-
-    #[test]
-    fn rules_are_read_in_their_order() {
-        let entries = read(
-            "
-- allow: {from: 'name:web', to: 'group:db', ports: 5432}
-- deny:
-    from: [any]
-    to: [host, 3, 5-9, 'group:a b']
-    ports: [22, 6000-6010]
-- allow: {from: host + 4, to: any}
-- deny: {from: '0x7', to: any, ports: 1+0x2}
-",
-        )
-        .unwrap();
-        let port = Port::new;
-        let wanted = AccessList::new([
-            Rule {
-                name: None,
-                verdict: Verdict::Allow,
-                from: vec![Party::Name("web".parse().unwrap())],
-                to: vec![Party::Group("db".into())],
-                ports: Ports::one(port(5432)).unwrap(),
-            },
-            Rule {
-                name: None,
-                verdict: Verdict::Deny,
-                from: vec![Party::Any],
-                to: vec![
-                    Party::Host,
-                    cids(3, 3),
-                    cids(5, 9),
-                    Party::Group("a b".into()),
-                ],
-                ports: Ports::new([port(22)..=port(22), port(6000)..=port(6010)]).unwrap(),
-            },
-            Rule {
-                name: None,
-                verdict: Verdict::Allow,
-                from: vec![Party::Host, cids(4, 4)],
-                to: vec![Party::Any],
-                ports: Ports::all(),
-            },
-            Rule {
-                name: None,
-                verdict: Verdict::Deny,
-                from: vec![cids(7, 7)],
-                to: vec![Party::Any],
-                ports: Ports::new([port(1)..=port(1), port(2)..=port(2)]).unwrap(),
-            },
-        ]);
-        assert_eq!(
-            unknown_group(&entries, &BTreeSet::from(["db", "a b"])),
-            None
-        );
-        let known = BTreeSet::from(["db"]);
-        assert_eq!(unknown_group(&entries, &known), Some((1, "a b")));
-        assert_eq!(list(entries), wanted);
-    }
-
-    #[test]
-    fn errors_name_value_and_line() {
-        let rule = |from: &str, to: &str, ports: &str| {
-            format!(
-                "- allow: {{from: any, to: any}}\n- deny: {{from: {from}, to: {to}, ports: {ports}}}"
-            )
-        };
-        for (text, wanted) in [
-            (rule("hosts", "any", "1"), "`hosts` names no endpoint; give any, host, a CID"),
-            (rule("any", "2", "1"), "`2` is the host: write `host`"),
-            (rule("any", "0-9", "1"), "`0-9` has a reserved CID"),
-            (rule("any", "local", "1"), "`local` has a reserved CID"),
-            (rule("any", "3-any", "1"), "`3-any` has a reserved CID"),
-            (rule("any", "9-8", "1"), "`9-8` the last comes before the first"),
-            (rule("any", "5+", "1"), "`` names no endpoint"),
-            (rule("any", "'name:a b'", "1"), "`name:a b` names no process: a name has"),
-            (rule("any", "'group:'", "1"), "`group:` names no endpoint"),
-            (rule("any", "any", "ssh"), "ports: `ssh` is not a port; give a port"),
-            (rule("any", "any", "1+-2"), "ports: `-2` is not a port"),
-            (rule("any", "any", "7-6"), "ports: `7-6` is not a range"),
-            (rule("any", "any", "4294967295"), "ports: `4294967295` is not a range: an end"),
-            (rule("any", "any", "4294967296"), "ports: `4294967296` is not a port"),
-            (rule("any", "any", "[]"), "ports: `` is not a port"),
-            ("- allow: {from: any, to: any}\n- deny: {from: any}".into(), "missing field `to`"),
-            ("- allow: {from: any, to: any}\n- {}".into(), "neither `allow` nor `deny`"),
-            ("- allow: {from: any, to: any}\n- permit: {}".into(), "unknown field `permit`"),
-            (
-                "- allow: {from: any, to: any}\n- {allow: {from: any, to: any}, deny: {from: any, to: any}}"
-                    .into(),
-                "`deny` beside another rule",
-            ),
-        ] {
-            let error = read(&text).unwrap_err();
-            assert!(error.contains(wanted), "{text}: {error}");
-            assert!(error.contains("line 2"), "{text}: {error}");
-        }
-    }
-}
+#[path = "access_tests.rs"]
+mod tests;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::Mode;
 
 use super::attach_flags::RawAttach;
-use super::validate::{SettingsError, Source, parse_groups};
+use super::validate::{OptionSource, SettingsError, parse_groups};
 use crate::mode::parse_mode;
 use crate::sockets;
 
@@ -47,7 +47,7 @@ const DEFAULT_MAX: u64 = 256;
 const MAX_PROCESSES: u64 = 16384;
 
 impl Attach {
-    pub(super) fn new(source: Source<'_>, raw: RawAttach) -> Result<Attach, SettingsError> {
+    pub(super) fn new(source: OptionSource<'_>, raw: RawAttach) -> Result<Attach, SettingsError> {
         let socket = raw.socket.ok_or_else(|| SettingsError::Missing {
             option: source.attach_option("socket"),
             fix: "name the Unix socket on which processes ask to attach",
@@ -109,7 +109,7 @@ impl Hybrid {
         }
     }
 
-    fn new(source: Source<'_>, path: PathBuf) -> Result<Hybrid, SettingsError> {
+    fn new(source: OptionSource<'_>, path: PathBuf) -> Result<Hybrid, SettingsError> {
         let wrong = |fix: String| source.wrong_attach("uds-path", path.display(), fix);
         let text = path.to_str();
         let text = text.ok_or_else(|| wrong("a path of other characters than UTF-8's".into()))?;

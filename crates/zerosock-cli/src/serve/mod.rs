@@ -39,7 +39,7 @@ use self::announce::{
 use self::args::ServeArgs;
 use self::claim::claim_sockets;
 use self::error::ServeError;
-use self::reload::Running;
+use self::reload::SettingsInEffect;
 use self::report::{report, report_sums};
 use self::settings::Settings;
 use self::stuck::StuckCalls;
@@ -93,7 +93,7 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     warn_about_missing_cids(&settings.listen, &settings.vms, settings.attach.is_some());
     announce_shares(&shares);
     notify(&[NotifyState::Ready, NotifyState::Status(&status(&settings))]);
-    let mut running = Running {
+    let mut running = SettingsInEffect {
         settings,
         files: claimed.files,
         listen_files: claimed.listen_files,
@@ -146,8 +146,8 @@ fn wait_for_signal(
     signals: &Signals,
     daemon: &Daemon,
     watchdog: &mut Watchdog,
-    networks: &mut networks::Running,
-    mut handle: impl FnMut(Wake, &mut networks::Running),
+    networks: &mut networks::RunningNetworks,
+    mut handle: impl FnMut(Wake, &mut networks::RunningNetworks),
 ) -> Result<&'static str, ServeError> {
     let mut stuck_calls = StuckCalls::default();
     loop {

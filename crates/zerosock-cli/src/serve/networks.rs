@@ -6,14 +6,14 @@ use zerosock_sys::reaper;
 use super::error::ServeError;
 use super::settings::Settings;
 use crate::failure::Failure;
-use crate::net::network::{Common, Network, Opened, Serving};
+use crate::net::network::{Common, Network, OpenedNetwork, Serving};
 use crate::net::xdp::Interfaces;
 use crate::net::{ENDED, drop_capabilities};
 
 /// Networks with interfaces and sockets, before their threads start.
 pub(super) struct Networks {
-    opened: Vec<(Network, Opened)>,
-    running: Running,
+    opened: Vec<(Network, OpenedNetwork)>,
+    running: RunningNetworks,
 }
 
 /// Makes the interfaces and the sockets, and drops the capabilities for that, also if there are no networks:
@@ -25,7 +25,7 @@ pub(super) fn open(settings: &Settings) -> Result<Networks, ServeError> {
         sealed_memory: settings.sealed_memory,
         spin: settings.spin,
     };
-    let mut running = Running {
+    let mut running = RunningNetworks {
         common,
         interfaces: Interfaces::default(),
         serving: Vec::new(),
@@ -40,7 +40,7 @@ pub(super) fn open(settings: &Settings) -> Result<Networks, ServeError> {
 
 impl Networks {
     /// Starts the threads.
-    pub(super) fn serve(mut self) -> Result<Running, ServeError> {
+    pub(super) fn serve(mut self) -> Result<RunningNetworks, ServeError> {
         for (network, opened) in self.opened {
             let serving = opened.serve().map_err(ServeError::Network)?;
             self.running.serving.push((network, serving));
@@ -50,13 +50,13 @@ impl Networks {
 }
 
 /// Networks that run.
-pub(super) struct Running {
+pub(super) struct RunningNetworks {
     common: Common,
     interfaces: Interfaces,
     serving: Vec<(Network, Serving)>,
 }
 
-impl Running {
+impl RunningNetworks {
     /// Makes the interfaces and the sockets of the networks that do not run.
     ///
     /// # Errors
@@ -64,7 +64,7 @@ impl Running {
     pub(super) fn open_new(
         &mut self,
         wanted: &[Network],
-    ) -> Result<Vec<(Network, Opened)>, Failure> {
+    ) -> Result<Vec<(Network, OpenedNetwork)>, Failure> {
         let runs = |network: &Network| self.serving.iter().any(|(other, _)| other == network);
         let new = wanted.iter().filter(|network| !runs(network));
         let mut all = Vec::new();
@@ -82,7 +82,7 @@ impl Running {
     }
 
     /// Starts the networks that were opened for it, and ends those that are not `wanted`.
-    pub(super) fn change(&mut self, wanted: &[Network], opened: Vec<(Network, Opened)>) {
+    pub(super) fn change(&mut self, wanted: &[Network], opened: Vec<(Network, OpenedNetwork)>) {
         for (network, opened) in opened {
             match opened.serve() {
                 Ok(serving) => self.serving.push((network, serving)),

@@ -16,7 +16,7 @@ use super::args::{DaemonFlags, OkPort, ServeArgs};
 use super::attach::Attach;
 use super::forward::{Forward, Listen, unknown_group};
 use super::taken::{Taken, absolute};
-use super::validate::{SettingsError, Source, check_path, parse_groups, place_of};
+use super::validate::{OptionSource, SettingsError, check_path, parse_groups, place_of};
 use super::vm::{Host, RawVm, Vm};
 use super::{access, cpus, uds_paths};
 use crate::net::network::Network;
@@ -82,7 +82,7 @@ impl Settings {
         let (mut forward, mut listen) = (args.forward.forward, args.forward.listen);
         let mut net = Vec::new();
         let attach = args.attach.into_raw();
-        let mut attach = attach.map(|raw| (Source::Flags, raw));
+        let mut attach = attach.map(|raw| (OptionSource::Flags, raw));
         if let Some(path) = &config {
             let file = super::file::read(path)?;
             if let (Some(_), Some(_)) = (flags.spin_us, file.spin_us) {
@@ -109,7 +109,7 @@ impl Settings {
                 *flag = flag.or(in_file);
             }
             for (index, vm) in file.vms.into_iter().enumerate() {
-                written.push((Source::File { path, index }, vm));
+                written.push((OptionSource::File { path, index }, vm));
             }
             rules = file.access;
             net = file.net;
@@ -126,7 +126,7 @@ impl Settings {
             }
             forward.extend(file.forward.into_iter().map(|Forward(rule)| rule));
             listen.extend(file.listen);
-            let source = Source::File { path, index: 0 };
+            let source = OptionSource::File { path, index: 0 };
             attach = match (attach, file.attach) {
                 (Some(_), Some(_)) => {
                     return Err(SettingsError::Both {
@@ -137,9 +137,9 @@ impl Settings {
                 (flags, raw) => flags.or(raw.map(|raw| (source, raw))),
             };
         } else if !args.vm.is_empty() {
-            written.extend(args.vm.into_iter().map(|vm| (Source::Vm, vm)));
+            written.extend(args.vm.into_iter().map(|vm| (OptionSource::Vm, vm)));
         } else if let Some(vm) = args.vm_flags.into_vm()? {
-            written.push((Source::Flags, vm));
+            written.push((OptionSource::Flags, vm));
         } else if attach.is_none() {
             return Err(SettingsError::NoVm);
         }
@@ -226,7 +226,7 @@ impl Settings {
 
 /// The rule of one `PORT=PATH` of a VM.
 fn rule_of_path(
-    source: Source<'_>,
+    source: OptionSource<'_>,
     vm: &Vm,
     port: Port,
     path: &Path,
@@ -394,7 +394,7 @@ const MAX_SPIN_US: u64 = 1_000_000;
 const MAX_CONNECTIONS: usize = 1 << 20;
 
 impl Vm {
-    fn new(source: Source<'_>, mut raw: RawVm) -> Result<Vm, SettingsError> {
+    fn new(source: OptionSource<'_>, mut raw: RawVm) -> Result<Vm, SettingsError> {
         let cid = raw.guest_cid.unwrap_or(DEFAULT_CID);
         let cid = cid
             .for_guest()
@@ -483,7 +483,7 @@ impl Vm {
     }
 }
 
-fn parse_ports(source: Source<'_>, text: Option<&str>) -> Result<Vec<u32>, SettingsError> {
+fn parse_ports(source: OptionSource<'_>, text: Option<&str>) -> Result<Vec<u32>, SettingsError> {
     let Some(text) = text else {
         return Ok(Vec::new());
     };

@@ -9,7 +9,7 @@ use zerosock::{Cid, Port};
 use super::attach::{Attach, Hybrid};
 use super::derived::{self, PortBase, PortPath};
 use super::forward::Listen;
-use super::validate::{SettingsError, Source, place_of};
+use super::validate::{OptionSource, SettingsError, place_of};
 use super::vm::{Host, Vm};
 use crate::net::network::Network;
 
@@ -26,7 +26,7 @@ pub(super) struct Taken {
 }
 
 impl Taken {
-    pub(super) fn take(&mut self, source: Source<'_>, vm: &Vm) -> Result<(), SettingsError> {
+    pub(super) fn take(&mut self, source: OptionSource<'_>, vm: &Vm) -> Result<(), SettingsError> {
         let by = |key: &str| format!("{} of the VM with CID {}", source.option(key), vm.cid);
         let duplicate = |key: &str, value: String, other: String| SettingsError::Duplicate {
             option: source.option(key),
@@ -73,7 +73,7 @@ impl Taken {
 
     pub(super) fn take_attach(
         &mut self,
-        source: Source<'_>,
+        source: OptionSource<'_>,
         attach: &Attach,
     ) -> Result<(), SettingsError> {
         let option = source.attach_option("socket");
@@ -97,7 +97,7 @@ impl Taken {
     /// Takes the socket of a single port of a VM.
     pub(super) fn take_port(
         &mut self,
-        source: Source<'_>,
+        source: OptionSource<'_>,
         vm: &Vm,
         port: Port,
         path: &Path,

@@ -46,19 +46,19 @@ pub(crate) enum SettingsError {
 
 /// Where a VM was written: errors show the option in the same form.
 #[derive(Clone, Copy)]
-pub(super) enum Source<'a> {
+pub(super) enum OptionSource<'a> {
     Flags,
     Vm,
     File { path: &'a Path, index: usize },
 }
 
-impl Source<'_> {
+impl OptionSource<'_> {
     /// `key` has dashes, as in a flag.
     pub(super) fn option(self, key: &str) -> String {
         match self {
-            Source::Flags => format!("--{key}"),
-            Source::Vm => format!("--vm {key}"),
-            Source::File { path, index } => {
+            OptionSource::Flags => format!("--{key}"),
+            OptionSource::Vm => format!("--vm {key}"),
+            OptionSource::File { path, index } => {
                 format!("{}: vms[{index}].{}", path.display(), key.replace('-', "_"))
             }
         }
@@ -67,14 +67,14 @@ impl Source<'_> {
     /// A key of the attach socket, as it was written.
     pub(super) fn attach_option(self, key: &str) -> String {
         match self {
-            Source::File { path, .. } => {
+            OptionSource::File { path, .. } => {
                 format!("{}: attach.{}", path.display(), key.replace('-', "_"))
             }
-            Source::Flags | Source::Vm => format!("--attach-{key}"),
+            OptionSource::Flags | OptionSource::Vm => format!("--attach-{key}"),
         }
     }
 
-    /// As [`wrong_attach`](Source::wrong_attach), for the keys of services.
+    /// As [`wrong_attach`](OptionSource::wrong_attach), for the keys of services.
     pub(super) fn wrong_service(
         self,
         key: &str,
@@ -82,8 +82,8 @@ impl Source<'_> {
         fix: impl Into<String>,
     ) -> SettingsError {
         let option = match self {
-            Source::File { path, .. } => format!("{}: attach.service_{key}", path.display()),
-            Source::Flags | Source::Vm => format!("--service-{key}"),
+            OptionSource::File { path, .. } => format!("{}: attach.service_{key}", path.display()),
+            OptionSource::Flags | OptionSource::Vm => format!("--service-{key}"),
         };
         SettingsError::Wrong {
             option,
@@ -119,7 +119,11 @@ impl Source<'_> {
     }
 }
 
-pub(super) fn check_path(source: Source<'_>, key: &str, path: &Path) -> Result<(), SettingsError> {
+pub(super) fn check_path(
+    source: OptionSource<'_>,
+    key: &str,
+    path: &Path,
+) -> Result<(), SettingsError> {
     sockets::check_path(path)
         .map_err(|reason| source.wrong(key, path.display(), reason.to_string()))
 }

@@ -6,8 +6,8 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use super::process::{DEADLINE, Running, wait_until, zerosock};
 use super::{TestDir, finish_successfully, nc, read_all};
+use crate::process::{DEADLINE, Running, wait_until, zerosock};
 
 /// What the peer at `path` answers, to the end.
 fn ask(path: &Path, question: &[u8]) -> Vec<u8> {

@@ -4,7 +4,7 @@ use std::os::unix::net::UnixStream;
 
 use zerosock_sys::bpf::BpfError;
 use zerosock_sys::tun::InterfaceName;
-use zerosock_sys::xdp::{Interface, Options, XdpError};
+use zerosock_sys::xdp::{InterfaceOptions, XdpError, XdpInterface};
 
 use crate::isolated::{ip, isolated, start, try_ip, within};
 use crate::process::wait_until;
@@ -21,7 +21,7 @@ fn with_interfaces(name: &'static str, test: impl FnOnce() + Send + 'static) {
         ip("link set near up");
         ip("link set far up");
         let near: InterfaceName = "near".parse().unwrap();
-        match Interface::open(&near, Options::default()) {
+        match XdpInterface::open(&near, InterfaceOptions::default()) {
             Err(XdpError::Program(
                 error @ (BpfError::Denied { .. } | BpfError::NotSupported { .. }),
             )) => println!("SKIPPED {name}: {error}"),

@@ -40,7 +40,7 @@ use zerosock_virtio::queues::{QueueSet, Quiesced, Rings, Scope};
 use zerosock_virtio::ring::Ring;
 
 use self::control::Allowed;
-use self::pair::Pair;
+use self::pair::QueuePair;
 pub use self::rings::NetRings;
 use self::terms::{Fatal, Fixed, Terms};
 use crate::backend::{Backend, Half};
@@ -95,7 +95,7 @@ pub struct Device<B> {
     name: String,
     queues: QueueSet<NetRings>,
     backend: B,
-    pairs: Vec<Pair>,
+    pairs: Vec<QueuePair>,
     terms: Terms,
     fixed: Fixed,
     /// The MTU of `fixed`, or that of the front-end, in bytes.
@@ -168,7 +168,7 @@ impl<B: Backend> Device<B> {
             name,
             queues,
             backend,
-            pairs: (0..count).map(|_| Pair::new()).collect(),
+            pairs: (0..count).map(|_| QueuePair::new()).collect(),
             terms: Terms::new(0, &fixed),
             mtu: fixed.mtu,
             fixed,

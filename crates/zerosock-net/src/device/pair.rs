@@ -11,7 +11,7 @@ use crate::stats::NetStats;
 
 /// One queue pair.
 #[derive(Debug)]
-pub(super) struct Pair {
+pub(super) struct QueuePair {
     pub(super) receiver: Receiver,
     pub(super) transmitter: Transmitter,
     /// The back-end knows that the driver uses the pair.
@@ -20,9 +20,9 @@ pub(super) struct Pair {
     pub(super) polls_room: bool,
 }
 
-impl Pair {
-    pub(super) fn new() -> Pair {
-        Pair {
+impl QueuePair {
+    pub(super) fn new() -> QueuePair {
+        QueuePair {
             receiver: Receiver::new(),
             transmitter: Transmitter::default(),
             active: false,

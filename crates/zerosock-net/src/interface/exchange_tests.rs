@@ -2,7 +2,7 @@
 
 use zerosock_proto::wire::net::{GSO_TCPV4, Header, MAX_FRAME, NEEDS_CSUM, Offloads};
 
-use super::bare::{frame, pair};
+use super::test_device::{frame, pair};
 use super::{Checksum, Gso, HeaderError, Interface, LoanError, Repr, Segments};
 
 fn is_send<T: Send>() {}

@@ -3,7 +3,7 @@
 use zerosock_proto::wire::net::Repr;
 use zerosock_ring::GuestSlice;
 
-use super::receive::{Received, Receiver};
+use super::receive::{InterfaceReceiver, Received};
 
 /// A received frame where the device has written it. Dropping it returns its buffers to the device.
 ///
@@ -11,13 +11,16 @@ use super::receive::{Received, Receiver};
 /// time: what decides something must be copied before it is checked.
 #[derive(Debug)]
 pub struct ReceivedFrame<'a> {
-    receiver: &'a Receiver,
+    receiver: &'a InterfaceReceiver,
     received: Received<'a>,
 }
 
 impl<'a> ReceivedFrame<'a> {
     #[inline]
-    pub(super) fn new(receiver: &'a Receiver, received: Received<'a>) -> ReceivedFrame<'a> {
+    pub(super) fn new(
+        receiver: &'a InterfaceReceiver,
+        received: Received<'a>,
+    ) -> ReceivedFrame<'a> {
         ReceivedFrame { receiver, received }
     }
 
@@ -93,7 +96,7 @@ impl Drop for ReceivedFrame<'_> {
 /// See [`ReceivedFrame::slices`].
 #[derive(Debug)]
 pub struct Slices<'a> {
-    receiver: &'a Receiver,
+    receiver: &'a InterfaceReceiver,
     first: Option<GuestSlice<'a>>,
     /// The buffer before the next one.
     buffer: u16,

@@ -3,14 +3,14 @@
 use zerosock_proto::wire::net::{ETHERNET_LEN, HEADER_LEN, HeaderError, Repr};
 use zerosock_ring::{Claim, GuestSlice};
 
-use super::transmit::{LoanError, Transmitter};
+use super::transmit::{InterfaceTransmitter, LoanError};
 use crate::header;
 
 /// A buffer from which the device will read a frame. It contains what was there before until it is
 /// written. [`queue`](Self::queue) sends it; a loan that is dropped sends nothing.
 #[derive(Debug)]
 pub struct FrameLoan<'a> {
-    transmitter: &'a Transmitter,
+    transmitter: &'a InterfaceTransmitter,
     buffer: u16,
     /// The header and the frame.
     whole: GuestSlice<'a>,
@@ -21,7 +21,7 @@ pub struct FrameLoan<'a> {
 impl<'a> FrameLoan<'a> {
     #[inline]
     pub(super) fn take(
-        transmitter: &'a Transmitter,
+        transmitter: &'a InterfaceTransmitter,
         len: usize,
     ) -> Result<FrameLoan<'a>, LoanError> {
         let (buffer, whole) = transmitter.take(len)?;

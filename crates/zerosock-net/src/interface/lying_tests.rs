@@ -3,7 +3,7 @@
 use zerosock_proto::wire::net::{GSO_TCPV4, Header, MAX_FRAME, NEEDS_CSUM, Offloads};
 use zerosock_ring::{DriverError, DriverLayout};
 
-use super::bare::{Device, frame, pair};
+use super::test_device::{TestDevice, frame, pair};
 use super::{Interface, InterfaceConfig, InterfaceFailure, LoanError};
 
 /// The interface has failed for this reason, and stays so.
@@ -23,7 +23,7 @@ fn assert_failed(interface: &Interface, failure: InterfaceFailure) {
 }
 
 /// Sends a frame in buffers of the device's choice; `count` is what the header says.
-fn send_as(device: &mut Device, count: u16, bytes: &[u8]) {
+fn send_as(device: &mut TestDevice, count: u16, bytes: &[u8]) {
     let chains = device.write(Header::default(), bytes);
     let mut header = Header::default();
     header.set_num_buffers(count);

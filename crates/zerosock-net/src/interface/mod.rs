@@ -39,8 +39,6 @@
 //! - Leases and loans are limited by the buffers of their queue: memory does not grow.
 //! - No buffer is in two hands: posted, on lease or on loan.
 
-#[cfg(test)]
-mod bare;
 mod config;
 #[cfg(test)]
 mod exchange_tests;
@@ -56,6 +54,8 @@ mod receive;
 #[cfg(feature = "smoltcp")]
 mod smoltcp_device;
 mod stats;
+#[cfg(test)]
+mod test_device;
 mod transmit;
 mod wait;
 
@@ -73,24 +73,24 @@ use zerosock_virtio::watch::Watch;
 pub use self::config::{InterfaceConfig, InterfaceConfigError, InterfaceConnectError};
 pub use self::failure::InterfaceFailure;
 pub use self::frame::{ReceivedFrame, Slices};
-use self::link::{Link, Terms};
+use self::link::{InterfaceTerms, Link};
 pub use self::loan::FrameLoan;
 use self::memory::Layout;
-use self::receive::{RECEIVE, Receiver};
+use self::receive::{InterfaceReceiver, RECEIVE};
 #[cfg(feature = "smoltcp")]
 pub use self::smoltcp_device::{SmoltcpDevice, SmoltcpReceive, SmoltcpTransmit};
 pub use self::stats::InterfaceStats;
+use self::transmit::InterfaceTransmitter;
 pub use self::transmit::LoanError;
-use self::transmit::Transmitter;
 pub use zerosock_proto::wire::net::{Checksum, Gso, HeaderError, Mac, Offloads, Repr, Segments};
 pub use zerosock_ring::{GuestSlice, Trust};
 
 /// The driver half of a network device. See the [module](self).
 #[derive(Debug)]
 pub struct Interface {
-    receiver: Receiver,
-    transmitter: Transmitter,
-    terms: Terms,
+    receiver: InterfaceReceiver,
+    transmitter: InterfaceTransmitter,
+    terms: InterfaceTerms,
     frontend: RefCell<Frontend>,
     watch: Watch,
     spin: RefCell<Spin>,
@@ -154,8 +154,8 @@ impl Interface {
             .device(frontend.as_fd())
             .map_err(InterfaceConnectError::Descriptor)?;
         let (memory, trust) = (&shared.memory, config.trust);
-        let receiver = Receiver::new(memory, &layout, &terms, trust, &event_fds)?;
-        let transmitter = Transmitter::new(memory, &layout, &terms, trust, &event_fds)?;
+        let receiver = InterfaceReceiver::new(memory, &layout, &terms, trust, &event_fds)?;
+        let transmitter = InterfaceTransmitter::new(memory, &layout, &terms, trust, &event_fds)?;
         start(&mut frontend, &shared, &layout.rings, &event_fds, &[0; 2])?;
         // Buffers for frames are there.
         event_fds.kick(RECEIVE);

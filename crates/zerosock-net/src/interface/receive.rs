@@ -16,7 +16,7 @@ use zerosock_vhost_user::frontend::QueueEventFds;
 
 use super::config::InterfaceConnectError;
 use super::failure::InterfaceFailure;
-use super::link::Terms;
+use super::link::InterfaceTerms;
 use super::memory::{HEADER, Layout};
 use super::parts::{Chained, Parts};
 use super::stats::ReceiveStats;
@@ -31,7 +31,7 @@ const BATCH: u16 = 32;
 
 /// The receive queue and its buffers.
 #[derive(Debug)]
-pub(super) struct Receiver {
+pub(super) struct InterfaceReceiver {
     memory: Arc<Memory>,
     event_fds: Arc<QueueEventFds>,
     pieces: Box<[Piece]>,
@@ -80,15 +80,15 @@ struct Partial {
     len: u32,
 }
 
-impl Receiver {
+impl InterfaceReceiver {
     /// A new ring, with every buffer posted.
     pub(super) fn new(
         memory: &Arc<Memory>,
         layout: &Layout,
-        terms: &Terms,
+        terms: &InterfaceTerms,
         trust: Option<Trust>,
         event_fds: &Arc<QueueEventFds>,
-    ) -> Result<Receiver, InterfaceConnectError> {
+    ) -> Result<InterfaceReceiver, InterfaceConnectError> {
         let ring = layout.rings[RECEIVE];
         let mut queue = DriverQueue::new(Arc::clone(memory), ring, terms.event_idx)?;
         let (mut pieces, mut chains) = (Vec::new(), Vec::new());
@@ -99,7 +99,7 @@ impl Receiver {
         }
         // The device has not started yet and needs no kick.
         let _ = queue.publish();
-        Ok(Receiver {
+        Ok(InterfaceReceiver {
             memory: Arc::clone(memory),
             event_fds: Arc::clone(event_fds),
             parts: Parts::new(pieces.len()),

@@ -15,7 +15,7 @@ use zerosock_vhost_user::frontend::QueueEventFds;
 
 use super::config::InterfaceConnectError;
 use super::failure::InterfaceFailure;
-use super::link::Terms;
+use super::link::InterfaceTerms;
 use super::memory::{HEADER, Layout};
 use super::stats::TransmitStats;
 
@@ -43,7 +43,7 @@ pub enum LoanError {
 
 /// The transmit queue and its buffers.
 #[derive(Debug)]
-pub(super) struct Transmitter {
+pub(super) struct InterfaceTransmitter {
     memory: Arc<Memory>,
     event_fds: Arc<QueueEventFds>,
     /// The small ones first.
@@ -75,15 +75,15 @@ struct State {
     stats: TransmitStats,
 }
 
-impl Transmitter {
+impl InterfaceTransmitter {
     /// A new ring, with every buffer free.
     pub(super) fn new(
         memory: &Arc<Memory>,
         layout: &Layout,
-        terms: &Terms,
+        terms: &InterfaceTerms,
         trust: Option<Trust>,
         event_fds: &Arc<QueueEventFds>,
-    ) -> Result<Transmitter, InterfaceConnectError> {
+    ) -> Result<InterfaceTransmitter, InterfaceConnectError> {
         let ring = layout.rings[TRANSMIT];
         let mut queue = DriverQueue::new(Arc::clone(memory), ring, terms.event_idx)?;
         let (mut pieces, mut chains) = (Vec::new(), Vec::new());
@@ -94,7 +94,7 @@ impl Transmitter {
         queue.disable_notifications();
         let small = layout.small.count;
         let small_len = (layout.small.len - HEADER) as usize;
-        Ok(Transmitter {
+        Ok(InterfaceTransmitter {
             memory: Arc::clone(memory),
             event_fds: Arc::clone(event_fds),
             pieces: pieces.into(),

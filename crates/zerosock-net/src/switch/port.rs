@@ -400,4 +400,5 @@ impl Backend for SwitchPort {
 }
 
 #[cfg(test)]
+#[path = "port_tests.rs"]
 mod tests;

@@ -357,4 +357,5 @@ impl<B: Backend<Message = Never>> WorkerDevice for Uplink<B> {
 }
 
 #[cfg(test)]
+#[path = "uplink_tests.rs"]
 mod tests;

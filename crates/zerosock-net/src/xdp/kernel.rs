@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use zerosock_proto::Instant;
-use zerosock_sys::xdp::Socket;
+use zerosock_sys::xdp::XdpSocket;
 
 use crate::stats::NetStats;
 
@@ -33,7 +33,7 @@ type Values = [u64; 4];
 
 impl KernelDrops {
     /// Reads the counters if it is time.
-    pub(super) fn update(&mut self, socket: &Socket, now: Instant) {
+    pub(super) fn update(&mut self, socket: &XdpSocket, now: Instant) {
         self.has_skipped = self.read_at.is_some_and(|at| now < at + INTERVAL);
         if !self.has_skipped {
             self.read_at = Some(now);
@@ -42,7 +42,7 @@ impl KernelDrops {
     }
 
     /// Reads the counters of a socket for the last time.
-    pub(super) fn finish(&mut self, socket: &Socket) {
+    pub(super) fn finish(&mut self, socket: &XdpSocket) {
         self.read(socket);
         *self = KernelDrops {
             new: self.new,
@@ -50,7 +50,7 @@ impl KernelDrops {
         };
     }
 
-    fn read(&mut self, socket: &Socket) {
+    fn read(&mut self, socket: &XdpSocket) {
         // It cannot fail on an AF_XDP socket.
         let Ok(values) = socket.statistics() else {
             return;

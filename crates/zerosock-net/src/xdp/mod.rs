@@ -33,12 +33,12 @@ use std::time::Duration;
 use zerosock_proto::Instant;
 use zerosock_proto::wire::net::{ETHERNET_LEN, Header, Offloads};
 use zerosock_ring::{Chain, GuestSlice, Memory};
-use zerosock_sys::xdp::{Interface, LinkWatch, MAX_FRAME, Registered, Umem, XdpError};
+use zerosock_sys::xdp::{LinkWatch, MAX_FRAME, Registered, Umem, XdpError, XdpInterface};
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::outbox::Outbox;
 use zerosock_virtio::queues::Quiesced;
 
-use self::port::{Port, gone, mode};
+use self::port::{XdpPort, gone, mode};
 use self::sizes::{CHUNKS, SIZES};
 use crate::backend::{Backend, Frame, FrameError, Half, Never, Sent, Taken};
 use crate::stats::NetStats;
@@ -74,9 +74,9 @@ pub enum Use {
 
 /// See the [module](self).
 pub struct XdpBackend {
-    interface: Arc<Interface>,
+    interface: Arc<XdpInterface>,
     watch: LinkWatch,
-    ports: Vec<Port>,
+    ports: Vec<XdpPort>,
     is_uplink: bool,
     /// Most bytes of a frame that is sent: the kernel drops longer ones silently.
     max_frame: usize,
@@ -102,7 +102,7 @@ impl XdpBackend {
     /// # Errors
     /// The queues cannot be used, for one of the reasons in [`XdpError`].
     pub fn new(
-        interface: impl Into<Arc<Interface>>,
+        interface: impl Into<Arc<XdpInterface>>,
         config: XdpConfig,
     ) -> Result<XdpBackend, XdpError> {
         let interface = interface.into();
@@ -123,7 +123,7 @@ impl XdpBackend {
                 Err(XdpError::Down) => {}
                 Err(error) => return Err(error),
             }
-            ports.push(Port::new(&interface, queue, config.copies)?);
+            ports.push(XdpPort::new(&interface, queue, config.copies)?);
         }
         if let Some(first) = ports.first() {
             first.watch_links(&watch);
@@ -161,11 +161,11 @@ impl XdpBackend {
         if self.watch.changed() {
             self.is_gone |= !self.interface.is_present();
             self.read_mtu();
-            self.ports.iter_mut().for_each(Port::link_changed);
+            self.ports.iter_mut().for_each(XdpPort::link_changed);
         }
     }
 
-    fn port(&mut self, queue: usize) -> Result<&mut Port, FrameError> {
+    fn port(&mut self, queue: usize) -> Result<&mut XdpPort, FrameError> {
         match self.ports.get_mut(queue) {
             Some(port) if !self.is_gone => Ok(port),
             _ => Err(gone()),
@@ -189,7 +189,7 @@ impl Backend for XdpBackend {
     }
 
     fn descriptor(&self, queue: usize) -> Option<BorrowedFd<'_>> {
-        self.ports.get(queue).map(Port::descriptor)
+        self.ports.get(queue).map(XdpPort::descriptor)
     }
 
     fn set_offloads(&mut self, offloads: Offloads) -> io::Result<()> {
@@ -270,7 +270,7 @@ impl Backend for XdpBackend {
     }
 
     fn has_room(&self, queue: usize) -> bool {
-        self.is_gone || self.ports.get(queue).is_some_and(Port::has_room)
+        self.is_gone || self.ports.get(queue).is_some_and(XdpPort::has_room)
     }
 
     fn flush(
@@ -306,12 +306,12 @@ impl Backend for XdpBackend {
     }
 
     fn next_timeout(&self) -> Option<Instant> {
-        let timeouts = self.ports.iter().map(Port::next_timeout);
+        let timeouts = self.ports.iter().map(XdpPort::next_timeout);
         let check = self.checked_at.filter(|_| self.has_skipped);
         timeouts.fold(check.map(|at| at + CHECK), earlier)
     }
 
     fn retire(&mut self, _: &mut Outbox<Never>) {
-        self.ports.iter_mut().for_each(Port::retire);
+        self.ports.iter_mut().for_each(XdpPort::retire);
     }
 }

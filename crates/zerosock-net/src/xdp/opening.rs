@@ -24,7 +24,7 @@ use std::time::Duration;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use zerosock_proto::Instant;
 use zerosock_ring::Memory;
-use zerosock_sys::xdp::{Closing, Interface, Registered, Socket, Task, Umem, XdpError};
+use zerosock_sys::xdp::{Closing, Registered, Task, Umem, XdpError, XdpInterface, XdpSocket};
 use zerosock_virtio::deadline::earlier;
 
 use super::sizes::{CHUNKS, SIZES};
@@ -45,7 +45,7 @@ pub(super) enum Step {
     /// Nothing now.
     None,
     /// Use this socket.
-    Use(Box<Socket>),
+    Use(Box<XdpSocket>),
     /// Close the socket that it has: there is a better memory.
     Replace,
 }
@@ -54,7 +54,7 @@ pub(super) enum Step {
 pub(super) struct Opening {
     /// The name in the log.
     name: String,
-    interface: Arc<Interface>,
+    interface: Arc<XdpInterface>,
     queue: u32,
     /// Watches all that an event can be expected of: it is readable then.
     events: OwnedFd,
@@ -68,7 +68,7 @@ pub(super) struct Opening {
     /// The memory that is being registered.
     registering: Option<(Outcome<Registered>, Arc<Memory>)>,
     registered: Option<Box<Registered>>,
-    binding: Option<Outcome<Socket>>,
+    binding: Option<Outcome<XdpSocket>>,
     /// What is bound has the guest's memory.
     binds_memory: bool,
     closing: Option<Closing>,
@@ -91,7 +91,7 @@ struct Refused {
 impl Opening {
     pub(super) fn new(
         name: String,
-        interface: Arc<Interface>,
+        interface: Arc<XdpInterface>,
         queue: u32,
     ) -> Result<Opening, io::Error> {
         Ok(Opening {
@@ -166,7 +166,7 @@ impl Opening {
     }
 
     /// Whether a socket has the memory that it is to have in the end.
-    pub(super) fn has_memory(&self, socket: &Socket) -> bool {
+    pub(super) fn has_memory(&self, socket: &XdpSocket) -> bool {
         match (socket.umem().memory(), &self.memory) {
             (Some(has), Some(wanted)) => Arc::ptr_eq(has, wanted),
             _ => false,
@@ -174,7 +174,7 @@ impl Opening {
     }
 
     /// Closes a socket that was used.
-    pub(super) fn close(&mut self, socket: Socket) {
+    pub(super) fn close(&mut self, socket: XdpSocket) {
         // Not watched: it was bound and not used.
         let _ = epoll::delete(&self.events, &socket);
         let mut closing = socket.close();
@@ -187,7 +187,7 @@ impl Opening {
     }
 
     /// Goes on. `wanted`: the port needs a socket; `current`: the one that it has.
-    pub(super) fn step(&mut self, now: Instant, wanted: bool, current: Option<&Socket>) -> Step {
+    pub(super) fn step(&mut self, now: Instant, wanted: bool, current: Option<&XdpSocket>) -> Step {
         self.closing.take_if(Closing::is_done);
         if let Some((task, _)) = &mut self.registering
             && let Some(result) = task.take()

@@ -8,7 +8,7 @@ use std::time::Duration;
 use zerosock_proto::Instant;
 use zerosock_proto::wire::net::Header;
 use zerosock_ring::{Chain, GuestSlice, Memory};
-use zerosock_sys::xdp::{Attached, Interface, LinkWatch, Socket, XdpError};
+use zerosock_sys::xdp::{AttachMode, LinkWatch, XdpError, XdpInterface, XdpSocket};
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::queues::Quiesced;
 
@@ -16,8 +16,8 @@ use rustix::event::epoll::EventFlags;
 
 use super::kernel::KernelDrops;
 use super::opening::{Opening, RETRY, Step};
-use super::received::{Failure, Receiver};
-use super::sent::Transmitter;
+use super::received::{Failure, XdpReceiver};
+use super::sent::XdpTransmitter;
 use crate::backend::{Frame, FrameError, Half, Sent, Taken};
 use crate::stats::NetStats;
 
@@ -33,14 +33,14 @@ const POLL_REPORTED: Duration = Duration::from_millis(50);
 const MAX_WAITING: usize = 16;
 
 /// See the [module](self).
-pub(super) struct Port {
+pub(super) struct XdpPort {
     name: String,
-    interface: Arc<Interface>,
+    interface: Arc<XdpInterface>,
     queue: u32,
     opening: Opening,
-    socket: Option<Socket>,
-    receiver: Receiver,
-    transmitter: Transmitter,
+    socket: Option<XdpSocket>,
+    receiver: XdpReceiver,
+    transmitter: XdpTransmitter,
     /// Frames of this process that wait for a socket.
     waiting: VecDeque<Box<[u8]>>,
     kernel_drops: KernelDrops,
@@ -64,26 +64,26 @@ pub(super) struct Port {
     long_frames: u64,
 }
 
-impl Port {
+impl XdpPort {
     pub(super) fn new(
-        interface: &Arc<Interface>,
+        interface: &Arc<XdpInterface>,
         queue: u32,
         copies: bool,
-    ) -> Result<Port, XdpError> {
+    ) -> Result<XdpPort, XdpError> {
         let name = format!("{} queue {queue}", interface.name());
         let opening = Opening::new(name.clone(), Arc::clone(interface), queue);
         let opening = opening.map_err(|error| XdpError::System {
             what: "cannot make an epoll instance",
             error,
         })?;
-        Ok(Port {
+        Ok(XdpPort {
             name,
             interface: Arc::clone(interface),
             queue,
             opening,
             socket: None,
-            receiver: Receiver::new(copies),
-            transmitter: Transmitter::default(),
+            receiver: XdpReceiver::new(copies),
+            transmitter: XdpTransmitter::default(),
             waiting: VecDeque::new(),
             kernel_drops: KernelDrops::default(),
             is_active: false,
@@ -116,7 +116,7 @@ impl Port {
     /// The interface receives frames of up to so many bytes from now on.
     pub(super) fn set_longest(&mut self, longest: usize) {
         self.receiver.longest = longest;
-        let is_zero_copy = self.socket.as_ref().is_some_and(Socket::is_zero_copy);
+        let is_zero_copy = self.socket.as_ref().is_some_and(XdpSocket::is_zero_copy);
         if is_zero_copy && !self.receiver.all_frames_fit() {
             self.fail("it receives frames that do not fit into a chunk");
         }
@@ -283,7 +283,7 @@ impl Port {
     }
 
     /// The socket that can be used now, if there is one. It is wanted from now on.
-    fn usable(&mut self) -> Option<&mut Socket> {
+    fn usable(&mut self) -> Option<&mut XdpSocket> {
         self.is_wanted = true;
         if self.socket.is_none() {
             self.advance();
@@ -414,16 +414,16 @@ impl Port {
 }
 
 /// Whether the socket has this memory.
-fn lies_in(socket: &Socket, memory: &Arc<Memory>) -> bool {
+fn lies_in(socket: &XdpSocket, memory: &Arc<Memory>) -> bool {
     let of_socket = socket.umem().memory();
     of_socket.is_some_and(|of_socket| Arc::ptr_eq(of_socket, memory))
 }
 
 /// How the interface passes frames on, for the log.
-pub(super) fn mode(interface: &Interface, socket: &Socket) -> String {
+pub(super) fn mode(interface: &XdpInterface, socket: &XdpSocket) -> String {
     let program = match interface.attached() {
-        Attached::Driver => "its driver",
-        Attached::Generic => "the network stack (generic)",
+        AttachMode::Driver => "its driver",
+        AttachMode::Generic => "the network stack (generic)",
     };
     let frames = match socket.is_zero_copy() {
         true => "its driver reads and writes frames (zero copy)",
@@ -437,4 +437,5 @@ pub(super) fn gone() -> FrameError {
 }
 
 #[cfg(test)]
+#[path = "port_tests.rs"]
 mod tests;

@@ -8,7 +8,7 @@
 
 use zerosock_proto::wire::net::{HEADER_LEN, Header};
 use zerosock_ring::{Chain, GuestSlice, Memory, SliceBuf};
-use zerosock_sys::xdp::{FRAME_OFFSET, MAX_FRAME, Probe, Received, Socket, Verdict};
+use zerosock_sys::xdp::{FRAME_OFFSET, MAX_FRAME, Probe, ReceivedChunk, Verdict, XdpSocket};
 
 use super::posted::Posted;
 use super::sizes::SIZES;
@@ -16,7 +16,7 @@ use crate::backend::{FrameError, MAX_PIECES, Taken};
 
 /// The receiving half of a port.
 #[derive(Debug, Default)]
-pub(super) struct Receiver {
+pub(super) struct XdpReceiver {
     /// The chunks that the kernel has.
     posted: Posted,
     /// Chains behind them that have no chunk.
@@ -48,11 +48,11 @@ impl From<FrameError> for Failure {
     }
 }
 
-impl Receiver {
-    pub(super) fn new(copies: bool) -> Receiver {
-        Receiver {
+impl XdpReceiver {
+    pub(super) fn new(copies: bool) -> XdpReceiver {
+        XdpReceiver {
             copies,
-            ..Receiver::default()
+            ..XdpReceiver::default()
         }
     }
 
@@ -63,14 +63,14 @@ impl Receiver {
     }
 
     /// Uses another socket.
-    pub(super) fn attach(&mut self, socket: &Socket) {
+    pub(super) fn attach(&mut self, socket: &XdpSocket) {
         self.probe = Some(Probe::new(socket.umem(), socket.is_zero_copy()));
         self.posted = Posted::new(socket.umem().chunk_numbers());
         self.has_logged_place = false;
     }
 
     /// The socket is closed: chains that it had wait for the next one. Frames that it has are lost.
-    pub(super) fn detach(&mut self, socket: &mut Socket) {
+    pub(super) fn detach(&mut self, socket: &mut XdpSocket) {
         self.waiting += self.posted.len();
         self.posted = Posted::default();
         self.probe = None;
@@ -89,14 +89,14 @@ impl Receiver {
     }
 
     /// Posts private chunks for the chains that wait.
-    pub(super) fn post_waiting(&mut self, socket: &mut Socket) {
+    pub(super) fn post_waiting(&mut self, socket: &mut XdpSocket) {
         while self.waiting > 0 && self.post_private(socket) {
             self.waiting -= 1;
         }
     }
 
     /// Posts a private chunk for a chain.
-    pub(super) fn post_private(&mut self, socket: &mut Socket) -> bool {
+    pub(super) fn post_private(&mut self, socket: &mut XdpSocket) -> bool {
         if self.posted.len() >= SIZES.receive as usize {
             return false;
         }
@@ -117,7 +117,7 @@ impl Receiver {
 
     /// Posts a chunk for a chain: that of the chain itself where possible. `is_same`: the chain lies in the
     /// memory of the socket.
-    pub(super) fn post(&mut self, socket: &mut Socket, chain: &Chain, is_same: bool) -> bool {
+    pub(super) fn post(&mut self, socket: &mut XdpSocket, chain: &Chain, is_same: bool) -> bool {
         self.post_waiting(socket);
         if self.waiting > 0 || self.posted.len() >= SIZES.receive as usize {
             return false;
@@ -142,7 +142,7 @@ impl Receiver {
     }
 
     /// The next frame, with its chunk taken out of the posted ones.
-    fn next(&mut self, socket: &mut Socket, name: &str) -> Result<Received, Failure> {
+    fn next(&mut self, socket: &mut XdpSocket, name: &str) -> Result<ReceivedChunk, Failure> {
         if !self.has_posted() {
             return Err(FrameError::NotNow.into());
         }
@@ -184,7 +184,7 @@ impl Receiver {
     /// The frame in `chain`, the oldest one that was posted.
     pub(super) fn take(
         &mut self,
-        socket: &mut Socket,
+        socket: &mut XdpSocket,
         (memory, chain): (&Memory, &Chain),
         name: &str,
     ) -> Result<Taken, Failure> {
@@ -226,7 +226,7 @@ impl Receiver {
     /// Copies the next frame to `slices`, and what has no room there to `rest`. Returns its length.
     pub(super) fn receive(
         &mut self,
-        socket: &mut Socket,
+        socket: &mut XdpSocket,
         (slices, rest): (&[GuestSlice<'_>], &mut [u8]),
         name: &str,
     ) -> Result<usize, Failure> {
@@ -239,7 +239,12 @@ impl Receiver {
 }
 
 /// Copies a frame out of a private chunk. Returns how many bytes had room.
-fn copy(socket: &Socket, received: &Received, slices: &[GuestSlice<'_>], rest: &mut [u8]) -> usize {
+fn copy(
+    socket: &XdpSocket,
+    received: &ReceivedChunk,
+    slices: &[GuestSlice<'_>],
+    rest: &mut [u8],
+) -> usize {
     let at = received.chunk + u64::from(received.offset);
     let Some(mut bytes) = socket.umem().private(at, received.len as usize) else {
         return 0;
@@ -254,4 +259,5 @@ fn copy(socket: &Socket, received: &Received, slices: &[GuestSlice<'_>], rest: &
 }
 
 #[cfg(test)]
+#[path = "received_tests.rs"]
 mod tests;

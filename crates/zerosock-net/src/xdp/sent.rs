@@ -11,14 +11,14 @@
 use std::collections::VecDeque;
 
 use zerosock_proto::wire::net::ETHERNET_LEN;
-use zerosock_sys::xdp::{self, CHUNK, MAX_PARTS, SendError, Socket};
+use zerosock_sys::xdp::{self, CHUNK, MAX_PARTS, SendError, XdpSocket};
 
 use super::sizes::{MAX_COPIES, SIZES};
 use crate::backend::{Frame, FrameError, Sent};
 
 /// The sending half of a port.
 #[derive(Debug, Default)]
-pub(super) struct Transmitter {
+pub(super) struct XdpTransmitter {
     /// In their order.
     in_flight: VecDeque<Flying>,
     /// Private chunks among them.
@@ -40,11 +40,11 @@ enum Flying {
     Copy(u64),
 }
 
-impl Transmitter {
+impl XdpTransmitter {
     /// Sends a frame. `is_same`: it lies in the memory of the socket.
     pub(super) fn send(
         &mut self,
-        socket: &mut Socket,
+        socket: &mut XdpSocket,
         frame: &Frame<'_>,
         number: u64,
         is_same: bool,
@@ -71,7 +71,7 @@ impl Transmitter {
         self.send_copy(socket, frame)
     }
 
-    fn send_copy(&mut self, socket: &mut Socket, frame: &Frame<'_>) -> Result<Sent, FrameError> {
+    fn send_copy(&mut self, socket: &mut XdpSocket, frame: &Frame<'_>) -> Result<Sent, FrameError> {
         if frame.len > CHUNK as usize {
             return Err(FrameError::Refused);
         }
@@ -90,7 +90,7 @@ impl Transmitter {
             }
         }
         let sent = match copied == frame.len {
-            true => socket.send(&xdp::Frame::of_one(chunk, frame.len as u32)),
+            true => socket.send(&xdp::XdpFrame::of_one(chunk, frame.len as u32)),
             false => Err(SendError::Invalid),
         };
         match sent {
@@ -111,12 +111,12 @@ impl Transmitter {
     }
 
     /// Whether any frame can be sent.
-    pub(super) fn has_room(&self, socket: &Socket) -> bool {
+    pub(super) fn has_room(&self, socket: &XdpSocket) -> bool {
         socket.in_flight() + MAX_PARTS <= SIZES.transmit as usize && self.copies < MAX_COPIES
     }
 
     /// Takes the frames that the kernel has completed.
-    pub(super) fn complete(&mut self, socket: &mut Socket) {
+    pub(super) fn complete(&mut self, socket: &mut XdpSocket) {
         for _ in 0..socket.completed() {
             match self.in_flight.pop_front() {
                 Some(Flying::InPlace(number)) => self.returned.push_back(number),

@@ -9,7 +9,7 @@ use rustix::net::{SendFlags, send};
 use zerosock_sys::bpf::BpfError;
 use zerosock_sys::network;
 use zerosock_sys::tun::InterfaceName;
-use zerosock_sys::xdp::{Interface, Options, Registered, Umem, XdpError};
+use zerosock_sys::xdp::{InterfaceOptions, Registered, Umem, XdpError, XdpInterface};
 
 use super::sizes::SIZES;
 
@@ -19,8 +19,8 @@ pub(super) const DEADLINE: Duration = Duration::from_secs(60);
 const HOST_HEADER: usize = 10;
 
 /// One end with the program, and a packet socket at the other.
-pub(super) struct Pair {
-    pub(super) near: Arc<Interface>,
+pub(super) struct VethPair {
+    pub(super) near: Arc<XdpInterface>,
     far: OwnedFd,
 }
 
@@ -30,7 +30,7 @@ pub(super) fn frame(seed: u8) -> Vec<u8> {
     head.into_iter().chain([seed; 86]).collect()
 }
 
-impl Pair {
+impl VethPair {
     /// Sends [`frame`] from the other end.
     pub(super) fn send(&self, seed: u8) {
         let bytes = [&[0; HOST_HEADER][..], &frame(seed)].concat();
@@ -39,7 +39,7 @@ impl Pair {
 }
 
 /// Runs a test on a thread in a namespace of its own. Says that it is skipped where that is not to be had.
-pub(super) fn with_pair(test_name: &'static str, test: impl FnOnce(Pair) + Send + 'static) {
+pub(super) fn with_pair(test_name: &'static str, test: impl FnOnce(VethPair) + Send + 'static) {
     let thread = thread::spawn(move || match open() {
         Ok(pair) => test(pair),
         Err(reason) => println!("SKIPPED {test_name}: {reason}"),
@@ -47,7 +47,7 @@ pub(super) fn with_pair(test_name: &'static str, test: impl FnOnce(Pair) + Send 
     thread.join().expect("the test has failed");
 }
 
-fn open() -> Result<Pair, String> {
+fn open() -> Result<VethPair, String> {
     network::isolate_thread().map_err(|error| format!("no network namespace: {error}"))?;
     // The kernel would send frames of its own. A kernel without IPv6 has no such file.
     for which in ["all", "default"] {
@@ -59,7 +59,7 @@ fn open() -> Result<Pair, String> {
     pair.map_err(|error| format!("no veth: {error}"))?;
     near.bring_up().unwrap();
     far.bring_up().unwrap();
-    let near = match Interface::open(&near, Options::default()) {
+    let near = match XdpInterface::open(&near, InterfaceOptions::default()) {
         Err(XdpError::Program(
             error @ (BpfError::Denied { .. } | BpfError::NotSupported { .. }),
         )) => return Err(error.to_string()),
@@ -71,5 +71,5 @@ fn open() -> Result<Pair, String> {
     }
     let far = network::packet_socket(&far).unwrap();
     let near = Arc::new(near);
-    Ok(Pair { near, far })
+    Ok(VethPair { near, far })
 }

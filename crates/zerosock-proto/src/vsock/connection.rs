@@ -7,7 +7,7 @@ use super::event::{CloseReason, RefuseReason};
 use super::flow_id::FlowId;
 use super::messages::Messages;
 use super::ports::PortRef;
-use super::state::{How, State};
+use super::state::{Directions, State};
 use crate::addr::Address;
 use crate::time::Instant;
 use crate::wire::vsock::{Op, Repr, SEQ_EOM, SEQ_EOR, SocketType};
@@ -123,7 +123,7 @@ impl Key {
 
 /// Control packets waiting to be sent: at most one of each kind.
 #[derive(Copy, Clone, Default, Debug)]
-pub(crate) struct Control {
+pub(crate) struct ControlPackets {
     pub(crate) rst: bool,
     /// The RST carries no credit, because no socket existed.
     pub(crate) no_socket: bool,
@@ -135,7 +135,7 @@ pub(crate) struct Control {
     pub(crate) credit_request: bool,
 }
 
-impl Control {
+impl ControlPackets {
     pub(crate) fn any(self) -> bool {
         self.rst
             || self.request
@@ -148,7 +148,7 @@ impl Control {
 
 /// Events waiting to be polled: at most one of each kind.
 #[derive(Copy, Clone, Default, Debug)]
-pub(crate) struct Pending {
+pub(crate) struct PendingEvents {
     pub(crate) incoming: bool,
     pub(crate) connected: bool,
     pub(crate) peer_shutdown: bool,
@@ -156,7 +156,7 @@ pub(crate) struct Pending {
     pub(crate) end: Option<End>,
 }
 
-impl Pending {
+impl PendingEvents {
     pub(crate) fn any(self) -> bool {
         self.incoming || self.connected || self.peer_shutdown || self.writable || self.end.is_some()
     }
@@ -241,10 +241,10 @@ pub(crate) struct Connection {
     pub(crate) tx: TxCredit,
     /// Further state of a SEQPACKET connection.
     pub(crate) messages: Option<Box<Messages>>,
-    pub(crate) control: Control,
+    pub(crate) control: ControlPackets,
     /// The flags of the last SHUTDOWN sent.
-    pub(crate) shutdown_sent: How,
-    pub(crate) pending: Pending,
+    pub(crate) shutdown_sent: Directions,
+    pub(crate) pending: PendingEvents,
     /// Whether the caller knows the id.
     pub(crate) known_to_caller: bool,
     /// Its reference to a port or to a listener's backlog, if it has one.
@@ -299,9 +299,9 @@ impl Connection {
             rx: RxCredit::new(first_count, buf_alloc),
             tx: TxCredit::new(first_count, send_limit),
             messages: (socket_type == SocketType::SeqPacket).then(Box::default),
-            control: Control::default(),
-            shutdown_sent: How::NONE,
-            pending: Pending::default(),
+            control: ControlPackets::default(),
+            shutdown_sent: Directions::NONE,
+            pending: PendingEvents::default(),
             known_to_caller: false,
             port_ref: None,
             queue: None,
@@ -363,12 +363,12 @@ impl Connection {
     }
 
     /// The directions that we and the peer have shut down.
-    pub(crate) fn shutdown_directions(&self) -> (How, How) {
+    pub(crate) fn shutdown_directions(&self) -> (Directions, Directions) {
         match self.state {
             State::Established { local, peer } => (local, peer),
-            State::Closing { peer } => (How::BOTH, peer),
+            State::Closing { peer } => (Directions::BOTH, peer),
             State::Listen | State::Connecting | State::Incoming | State::Closed => {
-                (How::NONE, How::NONE)
+                (Directions::NONE, Directions::NONE)
             }
         }
     }
@@ -470,15 +470,15 @@ impl Connection {
 
     /// Directions that the next SHUTDOWN shuts down. It follows all data. A close is sent as a
     /// whole, because a peer that learns early that we do not receive may reset what we still send.
-    pub(crate) fn shutdown_due(&self) -> How {
+    pub(crate) fn shutdown_due(&self) -> Directions {
         let State::Established { local, .. } = self.state else {
-            return How::NONE;
+            return Directions::NONE;
         };
         let drained = !self.has_queued && !self.message_in_progress();
         if local.is_both() && !drained {
-            return How::NONE;
+            return Directions::NONE;
         }
-        How {
+        Directions {
             receive: local.receive && !self.shutdown_sent.receive,
             send: local.send && !self.shutdown_sent.send && drained,
         }

@@ -26,4 +26,4 @@ pub use event::{CloseReason, Disposition, DropReason, Event, RefuseReason, Span,
 pub use flow_id::FlowId;
 pub use pairs::QueuePairs;
 pub use ports::PortTable;
-pub use state::{How, State};
+pub use state::{Directions, State};

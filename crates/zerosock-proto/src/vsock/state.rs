@@ -8,31 +8,31 @@ use super::event::{CloseReason, DropReason, RefuseReason};
 
 /// Directions of a connection, seen from the side that shuts them down.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug, Default)]
-pub struct How {
+pub struct Directions {
     /// Receiving.
     pub receive: bool,
     /// Sending.
     pub send: bool,
 }
 
-impl How {
+impl Directions {
     /// Neither direction.
-    pub const NONE: How = How {
+    pub const NONE: Directions = Directions {
         receive: false,
         send: false,
     };
     /// Receiving: `SHUT_RD`.
-    pub const RECEIVE: How = How {
+    pub const RECEIVE: Directions = Directions {
         receive: true,
         send: false,
     };
     /// Sending: `SHUT_WR`.
-    pub const SEND: How = How {
+    pub const SEND: Directions = Directions {
         receive: false,
         send: true,
     };
-    /// Both directions: `abort_message`.
-    pub const BOTH: How = How {
+    /// Both directions: `SHUT_RDWR`.
+    pub const BOTH: Directions = Directions {
         receive: true,
         send: true,
     };
@@ -40,8 +40,8 @@ impl How {
     /// Shutting down is permanent and cumulative.
     #[must_use]
     #[inline]
-    pub const fn and(self, other: How) -> How {
-        How {
+    pub const fn and(self, other: Directions) -> Directions {
+        Directions {
             receive: self.receive || other.receive,
             send: self.send || other.send,
         }
@@ -59,7 +59,7 @@ impl How {
         !self.receive && !self.send
     }
 
-    const fn is(self, other: How) -> bool {
+    const fn is(self, other: Directions) -> bool {
         self.receive == other.receive && self.send == other.send
     }
 }
@@ -77,14 +77,14 @@ pub enum State {
     /// BOTH: received bytes are unread.
     Established {
         /// Directions that we have shut down.
-        local: How,
+        local: Directions,
         /// Directions that the peer has shut down.
-        peer: How,
+        peer: Directions,
     },
     /// SHUTDOWN of both directions sent.
     Closing {
         /// Directions that the peer has shut down.
-        peer: How,
+        peer: Directions,
     },
     /// No connection.
     Closed,
@@ -93,8 +93,8 @@ pub enum State {
 impl State {
     /// Connected, both directions open.
     pub const ESTABLISHED: State = State::Established {
-        local: How::NONE,
-        peer: How::NONE,
+        local: Directions::NONE,
+        peer: Directions::NONE,
     };
 }
 
@@ -112,7 +112,7 @@ pub enum Input {
     /// SHUTDOWN.
     Shutdown {
         /// Its flags.
-        how: How,
+        how: Directions,
         /// Whether received bytes have not been consumed yet.
         unread: bool,
     },
@@ -141,7 +141,7 @@ pub enum Input {
     /// The caller rejects.
     Reject,
     /// The caller shuts down.
-    Close(How),
+    Close(Directions),
     /// The caller resets.
     Reset,
     /// A SHUTDOWN with all directions that the caller has shut down was sent.

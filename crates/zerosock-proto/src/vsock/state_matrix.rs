@@ -120,12 +120,12 @@ const RULES: [&str; 17] = [
     "2", "3", "5", "6l", "6c", "6e", "6x", "6o", "r", "s", "p", "t", "o", "m", "a", "v", "i",
 ];
 
-fn how(letter: char) -> How {
+fn how(letter: char) -> Directions {
     match letter {
-        '-' => How::NONE,
-        'r' => How::RECEIVE,
-        's' => How::SEND,
-        'b' => How::BOTH,
+        '-' => Directions::NONE,
+        'r' => Directions::RECEIVE,
+        's' => Directions::SEND,
+        'b' => Directions::BOTH,
         other => panic!("no direction {other}"),
     }
 }

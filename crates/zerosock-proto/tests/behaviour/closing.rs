@@ -7,7 +7,7 @@ use super::*;
 fn shutdown_wr_leaves_receiving_open() {
     let (mut guest, mut host, ours, theirs) = opened();
     guest.send(ours, 5, 0).unwrap();
-    guest.shutdown(NOW, ours, How::SEND).unwrap();
+    guest.shutdown(NOW, ours, Directions::SEND).unwrap();
     let sent = pump(&mut guest, &mut host);
     assert!(sent.len() == 2 && is(&sent[0], Op::Rw) && is(&sent[1], Op::Shutdown));
     assert_eq!(sent[1].flags, SHUTDOWN_SEND);
@@ -24,7 +24,7 @@ fn shutdown_wr_leaves_receiving_open() {
     assert_eq!(guest.flow(ours).unwrap().unread, 7);
     // SHUTDOWN is cumulative: the second half makes it a close.
     guest.consume(ours, 7).unwrap();
-    guest.shutdown(NOW, ours, How::RECEIVE).unwrap();
+    guest.shutdown(NOW, ours, Directions::RECEIVE).unwrap();
     let (shutdown, _) = step(&mut guest, &mut host);
     assert_eq!(shutdown.flags, SHUTDOWN_RECEIVE | SHUTDOWN_SEND);
     assert!(host.flow(theirs).is_some(), "five bytes are unread");
@@ -51,7 +51,7 @@ fn shutdown_rd_of_the_peer_fails_sends_with_epipe() {
     let (mut guest, mut host, ours, theirs) = opened();
     let reservation = host.reserve(theirs, 10).unwrap();
     host.send(theirs, 100, 0).unwrap();
-    guest.shutdown(NOW, ours, How::RECEIVE).unwrap();
+    guest.shutdown(NOW, ours, Directions::RECEIVE).unwrap();
     assert_eq!(pump(&mut guest, &mut host)[0].flags, SHUTDOWN_RECEIVE);
     let shut = Event::PeerShutdown {
         flow: theirs,
@@ -79,7 +79,7 @@ fn shutdown_rd_of_the_peer_fails_sends_with_epipe() {
 #[test]
 fn payload_after_shutdown_rd_returns_its_credit() {
     let (mut guest, mut host, ours, theirs) = opened();
-    guest.shutdown(NOW, ours, How::RECEIVE).unwrap();
+    guest.shutdown(NOW, ours, Directions::RECEIVE).unwrap();
     host.send(theirs, 262144, 0).unwrap();
     pump(&mut host, &mut guest);
     assert_eq!(guest.stats().receive_shut, 4);
@@ -90,11 +90,13 @@ fn payload_after_shutdown_rd_returns_its_credit() {
 #[test]
 fn close_without_progress_resets_after_eight_seconds() {
     let (mut guest, _, ours, _) = opened();
-    guest.shutdown(NOW, ours, How::BOTH).unwrap();
+    guest.shutdown(NOW, ours, Directions::BOTH).unwrap();
     assert!(is(&header(&mut guest), Op::Shutdown));
     assert_eq!(
         guest.flow(ours).unwrap().state,
-        State::Closing { peer: How::NONE }
+        State::Closing {
+            peer: Directions::NONE
+        }
     );
     let at = guest.poll_timeout().unwrap();
     assert_eq!(at, NOW + Duration::from_secs(8));
@@ -112,8 +114,8 @@ fn close_without_progress_resets_after_eight_seconds() {
 #[test]
 fn simultaneous_close_ends_at_once() {
     let (mut guest, mut host, ours, theirs) = opened();
-    guest.shutdown(NOW, ours, How::BOTH).unwrap();
-    host.shutdown(NOW, theirs, How::BOTH).unwrap();
+    guest.shutdown(NOW, ours, Directions::BOTH).unwrap();
+    host.shutdown(NOW, theirs, Directions::BOTH).unwrap();
     let (from_guest, from_host) = (header(&mut guest), header(&mut host));
     let _ = host.handle_packet(NOW, &from_guest);
     let _ = guest.handle_packet(NOW, &from_host);
@@ -139,7 +141,7 @@ fn simultaneous_close_ends_at_once() {
 fn close_sends_queued_data_before_shutdown() {
     let (mut guest, mut host, ours, theirs) = opened();
     guest.send(ours, 300_000, 0).unwrap();
-    guest.shutdown(NOW, ours, How::BOTH).unwrap();
+    guest.shutdown(NOW, ours, Directions::BOTH).unwrap();
     let sent = pump(&mut guest, &mut host);
     assert!(sent.iter().all(|packet| !is(packet, Op::Shutdown)));
     assert_eq!(guest.flow(ours).unwrap().unsent, 300_000 - 262_144);

@@ -143,7 +143,7 @@ fn a_port_is_reusable_while_the_old_reader_is_slow() {
     host.accept(NOW, theirs).unwrap();
     pump(&mut host, &mut guest);
     guest.send(old, 10, 0).unwrap();
-    guest.shutdown(NOW, old, How::BOTH).unwrap();
+    guest.shutdown(NOW, old, Directions::BOTH).unwrap();
     pump(&mut guest, &mut host);
     guest.reset(old).unwrap();
     let _lost = header(&mut guest);

@@ -119,7 +119,7 @@ fn parts_of_two_messages_are_not_interleaved() {
     let third = guest.reserve_message(ours, 10);
     assert_eq!(third.unwrap_err(), ReserveError::NoCredit);
     // A shutdown is sent behind it.
-    guest.shutdown(NOW, ours, How::BOTH).unwrap();
+    guest.shutdown(NOW, ours, Directions::BOTH).unwrap();
     assert!(!guest.has_transmit());
     let header = guest.commit_part(&mut first, 5, Some(0)).unwrap();
     let _ = host.handle_packet(NOW, &header);

@@ -282,10 +282,10 @@ fn send_now_equals_reserve_and_commit() {
     pump(&mut host, &mut guest);
     assert_eq!(host.poll_event(), Some(Event::Writable { flow: theirs }));
     assert_eq!(host.send_now(theirs, 1, 0).unwrap().len, 1);
-    host.shutdown(NOW, theirs, How::SEND).unwrap();
+    host.shutdown(NOW, theirs, Directions::SEND).unwrap();
     assert_eq!(host.send_now(theirs, 1, 0), Err(ReserveError::Shutdown));
     pump(&mut host, &mut guest);
-    guest.shutdown(NOW, ours, How::RECEIVE).unwrap();
+    guest.shutdown(NOW, ours, Directions::RECEIVE).unwrap();
     guest.reset(ours).unwrap();
     assert_eq!(guest.send_now(ours, 1, 0), Err(ReserveError::Stale));
 }

@@ -20,10 +20,10 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::{Instant, sleep_until};
 use tracing::debug;
 
-use super::error::{ConnectError, Stage};
+use super::error::{ConnectError, ConnectStage};
 use super::schedule::{Order, Schedule};
 use crate::networks::AddressPolicy;
-use crate::resolve::{Answer, Family, Found, LookupError, Resolver};
+use crate::resolve::{Family, Found, LookupError, LookupResult, Resolver};
 use crate::target::{DomainName, Host};
 
 /// Sockets that a request holds at once, the most: see [`super::ConnectRequest::attempts`]. With 250 ms between
@@ -107,7 +107,7 @@ impl Addresses {
 
     fn permitted(
         &self,
-        answer: &Answer,
+        answer: &LookupResult,
         policy: &AddressPolicy,
         failure: &mut Failure,
     ) -> Vec<IpAddr> {
@@ -173,7 +173,7 @@ impl Failure {
 }
 
 /// The attempts that a request permits, and their order.
-pub(super) struct Plan<'a> {
+pub(super) struct DialPlan<'a> {
     pub(super) port: u16,
     pub(super) policy: &'a AddressPolicy,
     pub(super) deadline: Instant,
@@ -194,10 +194,10 @@ pub(super) struct Dialled {
 /// Connects by `attempt` to the first address that lets it.
 pub(super) async fn dial(
     mut addresses: Addresses,
-    plan: Plan<'_>,
+    plan: DialPlan<'_>,
     attempt: fn(SocketAddr) -> Attempt,
 ) -> Result<Dialled, ConnectError> {
-    let Plan {
+    let DialPlan {
         port,
         policy,
         deadline,
@@ -214,15 +214,15 @@ pub(super) async fn dial(
         if now >= deadline {
             let resolving = addresses.name.is_some() && !schedule.has_started();
             return Err(ConnectError::TimedOut(match resolving {
-                true => Stage::Resolving,
-                false => Stage::Connecting,
+                true => ConnectStage::Resolving,
+                false => ConnectStage::Connecting,
             }));
         }
         let due = schedule.next_attempt(now);
         if due.is_some_and(|due| attempts.room(due) <= now) {
             if let Some(ip) = schedule.start(now) {
                 if attempts.make_room() {
-                    failure.add(ConnectError::TimedOut(Stage::Connecting));
+                    failure.add(ConnectError::TimedOut(ConnectStage::Connecting));
                 }
                 let address = SocketAddr::new(ip, port);
                 attempts.start(now, address, attempt(address));
@@ -337,7 +337,7 @@ impl<'a> Attempts<'a> {
 pub(super) fn refused_or(error: io::Error, address: Option<SocketAddr>) -> ConnectError {
     match error.kind() {
         io::ErrorKind::ConnectionRefused => ConnectError::Refused(address),
-        io::ErrorKind::TimedOut => ConnectError::TimedOut(Stage::Connecting),
+        io::ErrorKind::TimedOut => ConnectError::TimedOut(ConnectStage::Connecting),
         _ => error.into(),
     }
 }

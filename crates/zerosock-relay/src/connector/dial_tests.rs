@@ -62,7 +62,7 @@ fn runtime() -> Runtime {
 /// A request for a host with the addresses 192.0.2.1 to 192.0.2.`count`, which ends after 10 s.
 async fn request(count: u8, at_once: usize, extra: Extra) {
     let all: Vec<IpAddr> = (1..=count).map(|n| [192, 0, 2, n].into()).collect();
-    let plan = Plan {
+    let plan = DialPlan {
         port: 80,
         policy: &AddressPolicy::for_guests(Vec::new(), Vec::new()),
         deadline: Instant::now() + Duration::from_secs(10),

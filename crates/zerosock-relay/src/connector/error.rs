@@ -33,7 +33,7 @@ pub enum ConnectError {
     Refused(Option<SocketAddr>),
     /// The time-out of the request passed.
     #[error("timed out while {0}")]
-    TimedOut(Stage),
+    TimedOut(ConnectStage),
     /// Another error of the system.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -49,7 +49,7 @@ pub enum ConnectError {
 
 /// What a request was doing when its time was over.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Stage {
+pub enum ConnectStage {
     /// Waiting for name servers.
     Resolving,
     /// Waiting for a file system on the way to a socket.
@@ -81,13 +81,15 @@ impl ConnectError {
     }
 }
 
-impl fmt::Display for Stage {
+impl fmt::Display for ConnectStage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Stage::Resolving => "resolving the name",
-            Stage::LookingUp => "looking the path up: a file system on the way does not answer",
-            Stage::Connecting => "connecting",
-            Stage::Writing => "writing the first bytes",
+            ConnectStage::Resolving => "resolving the name",
+            ConnectStage::LookingUp => {
+                "looking the path up: a file system on the way does not answer"
+            }
+            ConnectStage::Connecting => "connecting",
+            ConnectStage::Writing => "writing the first bytes",
         })
     }
 }

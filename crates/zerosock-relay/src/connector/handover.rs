@@ -12,7 +12,7 @@ use tokio::time::{Instant, timeout_at};
 use zerosock_sys::PeerFd;
 
 use super::dial::refused_or;
-use super::error::{ConnectError, Stage};
+use super::error::{ConnectError, ConnectStage};
 
 /// The longest time of TCP_KEEPIDLE and TCP_KEEPINTVL that Linux takes.
 const MAX_KEEPALIVE: Duration = Duration::from_secs(32767);
@@ -49,7 +49,7 @@ pub(super) async fn write_first(
                 let waiting = TcpStream::from_std(duplicate.into())?;
                 match timeout_at(deadline, waiting.writable()).await {
                     Ok(ready) => ready?,
-                    Err(_) => return Err(ConnectError::TimedOut(Stage::Writing)),
+                    Err(_) => return Err(ConnectError::TimedOut(ConnectStage::Writing)),
                 }
             }
             Err(error) => return Err(refused_or(error.into(), address)),

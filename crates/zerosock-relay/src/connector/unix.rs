@@ -25,7 +25,7 @@ use zerosock_sys::account::{Account, Budget};
 use zerosock_sys::{fd_passing, reaper, socket_path};
 
 use super::dial::refused_or;
-use super::error::{ConnectError, Stage};
+use super::error::{ConnectError, ConnectStage};
 
 /// The first and the longest pause while the backlog of the listener is full. The kernel reports room
 /// in it to blocked callers only, not by epoll.
@@ -64,7 +64,7 @@ pub(super) async fn dial(
             Ok(None) => {
                 let answer = connect_elsewhere(path, socket);
                 let Ok(answer) = timeout_at(deadline, answer).await else {
-                    return Err(ConnectError::TimedOut(Stage::LookingUp));
+                    return Err(ConnectError::TimedOut(ConnectStage::LookingUp));
                 };
                 let (again, result) = answer?;
                 socket = again;
@@ -79,7 +79,7 @@ pub(super) async fn dial(
         }
         let now = Instant::now();
         if now >= deadline {
-            return Err(ConnectError::TimedOut(Stage::Connecting));
+            return Err(ConnectError::TimedOut(ConnectStage::Connecting));
         }
         sleep_until(deadline.min(now + pause)).await;
         pause = longest.min(pause * 2);

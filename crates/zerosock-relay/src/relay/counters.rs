@@ -34,7 +34,7 @@ pub struct RelayStats {
 /// The counters of one worker. On cache lines of their own.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-pub(super) struct Counters {
+pub(super) struct WorkerCounters {
     pub(super) opened: Counter,
     pub(super) ended: Counter,
     pub(super) refused: Counter,
@@ -48,7 +48,7 @@ pub(super) struct Counters {
     pub(super) dropped: Counter,
 }
 
-impl Counters {
+impl WorkerCounters {
     /// Adds what was moved between two sums of a pair or of associations.
     pub(super) fn add_bytes(&self, before: [u64; 2], after: [u64; 2]) {
         for (end, counter) in self.bytes.iter().enumerate() {
@@ -76,7 +76,7 @@ impl Counter {
 }
 
 impl RelayStats {
-    pub(super) fn sum<'a>(counters: impl IntoIterator<Item = &'a Counters>) -> RelayStats {
+    pub(super) fn sum<'a>(counters: impl IntoIterator<Item = &'a WorkerCounters>) -> RelayStats {
         let mut sum = RelayStats::default();
         for one in counters {
             // In this order: a connection that ends meanwhile does not make the difference negative.
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn the_counters_of_all_workers_are_added_up() {
-        let workers = [Counters::default(), Counters::default()];
+        let workers = [WorkerCounters::default(), WorkerCounters::default()];
         workers[0].opened.add(3);
         workers[1].opened.add(2);
         workers[0].ended.add(1);

@@ -46,7 +46,7 @@ impl Ready {
 
 /// A socket of a pair with its readiness.
 #[derive(Debug)]
-pub(super) struct Side {
+pub(super) struct WatchedSocket {
     pub(super) socket: Socket,
     pub(super) ready: Ready,
 }
@@ -56,7 +56,7 @@ pub(super) struct Side {
 pub(super) struct Direction {
     held: Held,
     mode: Mode,
-    state: State,
+    state: SourceState,
     /// The last read found so much that a pipe pays. See [`Mode::Adaptive`].
     bulk: bool,
     /// Packets of messages to receive at once: few at first, because those that the target does not take are held.
@@ -76,7 +76,7 @@ enum Held {
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum State {
+enum SourceState {
     Open,
     /// The source has ended, and what is held of it was not written yet.
     Ending,
@@ -94,12 +94,12 @@ pub(super) enum Outcome {
     /// The source has ended and the target has all of it. Returned once.
     Finished,
     /// A socket has failed.
-    Failed(End, Errno),
+    Failed(DirectionEnd, Errno),
 }
 
 /// The ends of a direction.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum End {
+pub(super) enum DirectionEnd {
     Source,
     Target,
 }
@@ -110,14 +110,14 @@ const BULK: usize = 16 << 10;
 /// What an error costs of the budget: peers can cause many, and one of the system may stay.
 const ERROR_COST: usize = 1 << 10;
 
-type Moved = Result<(), (End, Errno)>;
+type Moved = Result<(), (DirectionEnd, Errno)>;
 
 impl Direction {
     pub(super) fn new(mode: Mode) -> Direction {
         Direction {
             held: Held::Nothing,
             mode,
-            state: State::Open,
+            state: SourceState::Open,
             bulk: false,
             batch: 4,
             bytes: 0,
@@ -132,7 +132,7 @@ impl Direction {
     }
 
     /// Writes what is held; false if something is left or the target has failed.
-    pub(super) fn flush(&mut self, to: &mut Side, store: &mut Store) -> bool {
+    pub(super) fn flush(&mut self, to: &mut WatchedSocket, store: &mut Store) -> bool {
         matches!(self.write_held(to, store), Ok(true))
     }
 
@@ -141,12 +141,12 @@ impl Direction {
     }
 
     pub(super) fn is_done(&self) -> bool {
-        self.state == State::Done
+        self.state == SourceState::Done
     }
 
     /// Ends the direction; what is held is lost.
     pub(super) fn abandon(&mut self, store: &mut Store) {
-        self.state = State::Done;
+        self.state = SourceState::Done;
         match std::mem::replace(&mut self.held, Held::Nothing) {
             Held::Nothing => {}
             Held::Chunk(chunk) => store.release(chunk),
@@ -158,22 +158,22 @@ impl Direction {
     /// Moves bytes until a socket has to be waited for or `budget` is used up.
     pub(super) fn run(
         &mut self,
-        from: &mut Side,
-        to: &mut Side,
+        from: &mut WatchedSocket,
+        to: &mut WatchedSocket,
         store: &mut Store,
         budget: &mut usize,
     ) -> Outcome {
-        if self.state == State::Done {
+        if self.state == SourceState::Done {
             return Outcome::Waiting;
         }
         loop {
             match self.write_held(to, store) {
                 Ok(true) => {}
                 Ok(false) => return Outcome::Waiting,
-                Err(errno) => return Outcome::Failed(End::Target, errno),
+                Err(errno) => return Outcome::Failed(DirectionEnd::Target, errno),
             }
-            if self.state == State::Ending {
-                self.state = State::Done;
+            if self.state == SourceState::Ending {
+                self.state = SourceState::Done;
                 return Outcome::Finished;
             }
             if !from.ready.has(Ready::READ) || !to.ready.has(Ready::WRITE) {
@@ -197,8 +197,8 @@ impl Direction {
     /// Reads once into the worker's buffer and writes what was read.
     fn copy(
         &mut self,
-        from: &mut Side,
-        to: &mut Side,
+        from: &mut WatchedSocket,
+        to: &mut WatchedSocket,
         store: &mut Store,
         budget: &mut usize,
     ) -> Moved {
@@ -206,7 +206,7 @@ impl Direction {
         let room = buffer.len();
         let got = match from.socket.receive(buffer) {
             Ok(0) => {
-                self.state = State::Ending;
+                self.state = SourceState::Ending;
                 return Ok(());
             }
             Ok(got) => got,
@@ -214,7 +214,7 @@ impl Direction {
                 from.ready.clear(Ready::READ);
                 return Ok(());
             }
-            Err(errno) => return Err((End::Source, errno)),
+            Err(errno) => return Err((DirectionEnd::Source, errno)),
         };
         self.bulk = got >= BULK;
         // Later bytes are another edge.
@@ -225,7 +225,7 @@ impl Direction {
         let sent = match to.socket.send(&buffer[..got]) {
             Ok(sent) => sent,
             Err(Errno::AGAIN) => 0,
-            Err(errno) => return Err((End::Target, errno)),
+            Err(errno) => return Err((DirectionEnd::Target, errno)),
         };
         self.bytes += sent as u64;
         if sent < got {
@@ -238,8 +238,8 @@ impl Direction {
     /// Moves pages from the source into a pipe, and from there into the target.
     fn splice(
         &mut self,
-        from: &mut Side,
-        to: &mut Side,
+        from: &mut WatchedSocket,
+        to: &mut WatchedSocket,
         store: &mut Store,
         budget: &mut usize,
     ) -> Moved {
@@ -251,7 +251,10 @@ impl Direction {
             return self.copy(from, to, store, budget);
         };
         let most = store.read_size();
-        let fd = from.socket.fd().map_err(|errno| (End::Source, errno))?;
+        let fd = from
+            .socket
+            .fd()
+            .map_err(|errno| (DirectionEnd::Source, errno))?;
         // The pipe is empty, so that EAGAIN speaks of the socket. A short read does not tell that all was
         // read: a pipe also fills up by the number of its pages.
         let got = loop {
@@ -261,7 +264,7 @@ impl Direction {
             }
         };
         match got {
-            Ok(0) => self.state = State::Ending,
+            Ok(0) => self.state = SourceState::Ending,
             Ok(got) => {
                 self.bulk = got >= BULK;
                 *budget = budget.saturating_sub(got);
@@ -277,7 +280,7 @@ impl Direction {
                         self.mode = Mode::Copy;
                         Ok(())
                     }
-                    errno => Err((End::Source, errno)),
+                    errno => Err((DirectionEnd::Source, errno)),
                 };
             }
         }
@@ -288,8 +291,8 @@ impl Direction {
     /// Receives a batch of messages and sends them.
     fn relay_messages(
         &mut self,
-        from: &mut Side,
-        to: &mut Side,
+        from: &mut WatchedSocket,
+        to: &mut WatchedSocket,
         store: &mut Store,
         budget: &mut usize,
     ) -> Moved {
@@ -312,7 +315,7 @@ impl Direction {
                         *budget = budget.saturating_sub(ERROR_COST);
                         Ok(())
                     }
-                    errno => Err((End::Source, errno)),
+                    errno => Err((DirectionEnd::Source, errno)),
                 };
             }
         };
@@ -324,14 +327,14 @@ impl Direction {
         let end = end_of_messages(batch, got, from);
         let count = end.unwrap_or(got);
         if end.is_some() {
-            self.state = State::Ending;
+            self.state = SourceState::Ending;
         }
         // Of a connection no message may be missing.
         let long = (0..count).find(|&n| has_end && batch.is_truncated(n));
         self.send_messages(long.unwrap_or(count), to, store, budget)
-            .map_err(|errno| (End::Target, errno))?;
+            .map_err(|errno| (DirectionEnd::Target, errno))?;
         match long {
-            Some(_) => Err((End::Source, Errno::MSGSIZE)),
+            Some(_) => Err((DirectionEnd::Source, Errno::MSGSIZE)),
             None => Ok(()),
         }
     }
@@ -340,7 +343,7 @@ impl Direction {
     fn send_messages(
         &mut self,
         count: usize,
-        to: &mut Side,
+        to: &mut WatchedSocket,
         store: &mut Store,
         budget: &mut usize,
     ) -> Result<(), Errno> {
@@ -391,12 +394,12 @@ impl Direction {
     }
 
     /// Whether an error of a send ends the pair; otherwise it concerns one message.
-    fn is_fatal(&self, errno: Errno, to: &Side) -> bool {
+    fn is_fatal(&self, errno: Errno, to: &WatchedSocket) -> bool {
         to.socket.kind().has_end() && errno != Errno::MSGSIZE && errno != Errno::NOBUFS
     }
 
     /// Writes what is held. Returns whether nothing is left.
-    fn write_held(&mut self, to: &mut Side, store: &mut Store) -> Result<bool, Errno> {
+    fn write_held(&mut self, to: &mut WatchedSocket, store: &mut Store) -> Result<bool, Errno> {
         let mut held = match std::mem::replace(&mut self.held, Held::Nothing) {
             Held::Nothing => return Ok(true),
             held => held,
@@ -411,7 +414,7 @@ impl Direction {
         result
     }
 
-    fn write(&mut self, held: &mut Held, to: &mut Side) -> Result<bool, Errno> {
+    fn write(&mut self, held: &mut Held, to: &mut WatchedSocket) -> Result<bool, Errno> {
         loop {
             let left = match held {
                 Held::Nothing => 0,
@@ -479,7 +482,7 @@ const FLAGS: SpliceFlags = SpliceFlags::MOVE.union(SpliceFlags::NONBLOCK);
 
 /// Whether a read that returned less than there was room for has emptied the socket. A Unix socket ends
 /// a read behind descriptors too, and TCP at an out-of-band byte.
-fn short_read_is_all(from: &Side) -> bool {
+fn short_read_is_all(from: &WatchedSocket) -> bool {
     from.socket.kind() == SocketKind::Tcp
         && !from.ready.has(Ready::FINISHED)
         && !from.ready.has(Ready::URGENT)
@@ -487,7 +490,11 @@ fn short_read_is_all(from: &Side) -> bool {
 
 /// The number of messages before the end of a connection, if the last of a batch is its end: that reads as
 /// empty messages.
-pub(super) fn end_of_messages(batch: &Batch, got: usize, from: &mut Side) -> Option<usize> {
+pub(super) fn end_of_messages(
+    batch: &Batch,
+    got: usize,
+    from: &mut WatchedSocket,
+) -> Option<usize> {
     let last_is_empty = batch.message(got.checked_sub(1)?).is_empty();
     if !from.socket.kind().has_end() || !last_is_empty || !is_finished(from) {
         return None;
@@ -498,7 +505,7 @@ pub(super) fn end_of_messages(batch: &Batch, got: usize, from: &mut Side) -> Opt
 
 /// Whether the peer sends no more messages. Asks the kernel if no edge has told it yet, because an empty
 /// message may be one.
-fn is_finished(from: &mut Side) -> bool {
+fn is_finished(from: &mut WatchedSocket) -> bool {
     if !from.ready.has(Ready::FINISHED)
         && let Ok(fd) = from.socket.fd()
     {
@@ -511,7 +518,7 @@ fn is_finished(from: &mut Side) -> bool {
 }
 
 /// After a write that took only a part: TCP and Unix sockets will say when there is room.
-fn note_short_write(to: &mut Side, wrote: usize) {
+fn note_short_write(to: &mut WatchedSocket, wrote: usize) {
     if wrote == 0 || to.socket.kind() != SocketKind::Vsock {
         to.ready.clear(Ready::WRITE);
     }

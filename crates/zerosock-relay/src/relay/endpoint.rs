@@ -12,7 +12,7 @@ use crate::target::Target;
 
 /// One of the two ends of a relay.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub enum Endpoint {
+pub enum KernelEndpoint {
     /// `tcp:HOST:PORT`, `udp:HOST:PORT`, `unix:PATH`, `unix-dgram:PATH`, `unix-seqpacket:PATH`
     Connect(Target),
     /// `tcp-listen:ADDRESS:PORT`
@@ -63,17 +63,17 @@ pub const FORMS: &str = "tcp:HOST:PORT, tcp-listen:ADDRESS:PORT, udp:HOST:PORT, 
      unix:PATH, unix-listen:PATH, unix-dgram:PATH, unix-dgram-listen:PATH, unix-seqpacket:PATH, \
      unix-seqpacket-listen:PATH, hybrid:PATH:PORT, vsock:CID:PORT, vsock-listen:PORT";
 
-impl Endpoint {
+impl KernelEndpoint {
     /// Whether peers connect to it, rather than it to a peer.
     pub fn listens(&self) -> bool {
         matches!(
             self,
-            Endpoint::TcpListen(_)
-                | Endpoint::UdpListen(_)
-                | Endpoint::UnixListen(_)
-                | Endpoint::UnixSeqpacketListen(_)
-                | Endpoint::UnixDatagramListen(_)
-                | Endpoint::VsockListen { .. }
+            KernelEndpoint::TcpListen(_)
+                | KernelEndpoint::UdpListen(_)
+                | KernelEndpoint::UnixListen(_)
+                | KernelEndpoint::UnixSeqpacketListen(_)
+                | KernelEndpoint::UnixDatagramListen(_)
+                | KernelEndpoint::VsockListen { .. }
         )
     }
 
@@ -81,7 +81,7 @@ impl Endpoint {
     pub fn receives_datagrams(&self) -> bool {
         matches!(
             self,
-            Endpoint::UdpListen(_) | Endpoint::UnixDatagramListen(_)
+            KernelEndpoint::UdpListen(_) | KernelEndpoint::UnixDatagramListen(_)
         )
     }
 
@@ -92,50 +92,52 @@ impl Endpoint {
 
     pub(super) fn kind(&self) -> SocketKind {
         match self {
-            Endpoint::Connect(Target::Tcp { .. }) | Endpoint::TcpListen(_) => SocketKind::Tcp,
-            Endpoint::Connect(Target::Udp { .. }) | Endpoint::UdpListen(_) => SocketKind::Udp,
-            Endpoint::Connect(Target::Unix(_))
-            | Endpoint::UnixListen(_)
-            | Endpoint::Hybrid { .. } => SocketKind::Unix,
-            Endpoint::Connect(Target::UnixSeqpacket(_)) | Endpoint::UnixSeqpacketListen(_) => {
-                SocketKind::UnixPackets
+            KernelEndpoint::Connect(Target::Tcp { .. }) | KernelEndpoint::TcpListen(_) => {
+                SocketKind::Tcp
             }
-            Endpoint::Connect(Target::UnixDatagram(_)) | Endpoint::UnixDatagramListen(_) => {
-                SocketKind::UnixDatagrams
+            KernelEndpoint::Connect(Target::Udp { .. }) | KernelEndpoint::UdpListen(_) => {
+                SocketKind::Udp
             }
-            Endpoint::Vsock { .. } | Endpoint::VsockListen { .. } => SocketKind::Vsock,
+            KernelEndpoint::Connect(Target::Unix(_))
+            | KernelEndpoint::UnixListen(_)
+            | KernelEndpoint::Hybrid { .. } => SocketKind::Unix,
+            KernelEndpoint::Connect(Target::UnixSeqpacket(_))
+            | KernelEndpoint::UnixSeqpacketListen(_) => SocketKind::UnixPackets,
+            KernelEndpoint::Connect(Target::UnixDatagram(_))
+            | KernelEndpoint::UnixDatagramListen(_) => SocketKind::UnixDatagrams,
+            KernelEndpoint::Vsock { .. } | KernelEndpoint::VsockListen { .. } => SocketKind::Vsock,
         }
     }
 }
 
-impl FromStr for Endpoint {
+impl FromStr for KernelEndpoint {
     type Err = ParseEndpointError;
 
-    fn from_str(text: &str) -> Result<Endpoint, ParseEndpointError> {
+    fn from_str(text: &str) -> Result<KernelEndpoint, ParseEndpointError> {
         let (kind, rest) = text.split_once(':').ok_or_else(|| no_kind(text))?;
         Ok(match kind {
-            "tcp-listen" => Endpoint::TcpListen(address(kind, rest)?),
-            "udp-listen" => Endpoint::UdpListen(address(kind, rest)?),
-            "unix-listen" => Endpoint::UnixListen(path(rest)?),
-            "unix-seqpacket-listen" => Endpoint::UnixSeqpacketListen(path(rest)?),
-            "unix-dgram-listen" => Endpoint::UnixDatagramListen(path(rest)?),
+            "tcp-listen" => KernelEndpoint::TcpListen(address(kind, rest)?),
+            "udp-listen" => KernelEndpoint::UdpListen(address(kind, rest)?),
+            "unix-listen" => KernelEndpoint::UnixListen(path(rest)?),
+            "unix-seqpacket-listen" => KernelEndpoint::UnixSeqpacketListen(path(rest)?),
+            "unix-dgram-listen" => KernelEndpoint::UnixDatagramListen(path(rest)?),
             "hybrid" => {
                 let (path, port) = path_and_port(rest, "hybrid:PATH:PORT")?;
-                Endpoint::Hybrid { path, port }
+                KernelEndpoint::Hybrid { path, port }
             }
             "vsock" => {
                 let parts = rest.split_once(':');
                 let (cid, port) = parts
                     .ok_or_else(|| fault("the CID or the port is missing; give vsock:CID:PORT"))?;
-                Endpoint::Vsock {
+                KernelEndpoint::Vsock {
                     cid: self::cid(cid)?,
                     port: self::port(port)?,
                 }
             }
-            "vsock-listen" => Endpoint::VsockListen { port: port(rest)? },
+            "vsock-listen" => KernelEndpoint::VsockListen { port: port(rest)? },
             "tcp" | "udp" | "unix" | "unix-dgram" | "unix-seqpacket" => {
                 let target = text.parse::<Target>();
-                Endpoint::Connect(target.map_err(fault)?)
+                KernelEndpoint::Connect(target.map_err(fault)?)
             }
             _ => return Err(no_kind(text)),
         })
@@ -216,106 +218,26 @@ fn port(text: &str) -> Result<u32, ParseEndpointError> {
     })
 }
 
-impl fmt::Display for Endpoint {
+impl fmt::Display for KernelEndpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Endpoint::Connect(target) => target.fmt(f),
-            Endpoint::TcpListen(address) => write!(f, "tcp-listen:{address}"),
-            Endpoint::UdpListen(address) => write!(f, "udp-listen:{address}"),
-            Endpoint::UnixListen(path) => write!(f, "unix-listen:{}", path.display()),
-            Endpoint::UnixSeqpacketListen(path) => {
+            KernelEndpoint::Connect(target) => target.fmt(f),
+            KernelEndpoint::TcpListen(address) => write!(f, "tcp-listen:{address}"),
+            KernelEndpoint::UdpListen(address) => write!(f, "udp-listen:{address}"),
+            KernelEndpoint::UnixListen(path) => write!(f, "unix-listen:{}", path.display()),
+            KernelEndpoint::UnixSeqpacketListen(path) => {
                 write!(f, "unix-seqpacket-listen:{}", path.display())
             }
-            Endpoint::UnixDatagramListen(path) => {
+            KernelEndpoint::UnixDatagramListen(path) => {
                 write!(f, "unix-dgram-listen:{}", path.display())
             }
-            Endpoint::Hybrid { path, port } => write!(f, "hybrid:{}:{port}", path.display()),
-            Endpoint::Vsock { cid, port } => write!(f, "vsock:{cid}:{port}"),
-            Endpoint::VsockListen { port } => write!(f, "vsock-listen:{port}"),
+            KernelEndpoint::Hybrid { path, port } => write!(f, "hybrid:{}:{port}", path.display()),
+            KernelEndpoint::Vsock { cid, port } => write!(f, "vsock:{cid}:{port}"),
+            KernelEndpoint::VsockListen { port } => write!(f, "vsock-listen:{port}"),
         }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_form_is_read_and_shown_the_same() {
-        for text in [
-            "tcp:example.com:80",
-            "tcp:[::1]:80",
-            "tcp-listen:127.0.0.1:0",
-            "tcp-listen:[::]:80",
-            "udp:127.0.0.1:53",
-            "udp-listen:127.0.0.1:53",
-            "unix:/run/a:b",
-            "unix-listen:a",
-            "unix-dgram:/run/log",
-            "unix-dgram-listen:/run/log",
-            "unix-seqpacket:/run/s",
-            "unix-seqpacket-listen:/run/s",
-            "hybrid:/tmp/a:b:7",
-            "vsock:3:22",
-            "vsock-listen:1234",
-        ] {
-            let endpoint: Endpoint = text.parse().unwrap();
-            assert_eq!(endpoint.to_string(), text);
-            assert_eq!(endpoint.listens(), text.contains("listen"), "{text}");
-        }
-    }
-
-    #[test]
-    fn cids_and_ports_have_other_forms() {
-        for (text, shown) in [
-            ("vsock:host:0x16", "vsock:2:22"),
-            ("vsock:local:22", "vsock:1:22"),
-            ("vsock:0x3:22", "vsock:3:22"),
-            ("vsock-listen:0x16", "vsock-listen:22"),
-            ("hybrid:/a:0x16", "hybrid:/a:22"),
-        ] {
-            let endpoint: Endpoint = text.parse().unwrap();
-            assert_eq!(endpoint.to_string(), shown, "{text}");
-        }
-    }
-
-    #[test]
-    fn what_is_wrong_is_named() {
-        for (text, named) in [
-            ("", "is no endpoint"),
-            ("8080", "is no endpoint"),
-            ("http://x", "is no endpoint"),
-            ("tcp-listen:8080", "tcp-listen:127.0.0.1:8080"),
-            ("tcp-listen:localhost:8080", "tcp-listen:127.0.0.1:8080"),
-            ("tcp:localhost", "has no port"),
-            ("unix-listen:", "has no path"),
-            ("unix-listen:@x", "`unix:@x` names an abstract socket"),
-            ("hybrid:@x:1", "abstract socket"),
-            ("tcp-listen:127.0.0.1:65536", "number from 0 to 65535"),
-            ("udp-listen:[::]:x", "`x` is no port in `udp-listen:[::]:x`"),
-            ("tcp:127.0.0.1:0", "number from 1 to 65535"),
-            (
-                "hybrid:/tmp/a",
-                "the port is missing; give hybrid:PATH:PORT",
-            ),
-            ("vsock:22", "port is missing; give vsock:CID:PORT"),
-            ("TCP-LISTEN:80,fork", "as tcp-listen:ADDRESS:PORT"),
-            ("TCP4-LISTEN:80", "write `tcp-listen` in lower case"),
-            ("TCP:host:80", "as tcp:HOST:PORT"),
-            ("UNIX-CONNECT:/s", "as unix:PATH"),
-            ("VSOCK-CONNECT:2:80", "as vsock:CID:PORT"),
-            ("OPENSSL:host:443", "give one of tcp:HOST:PORT"),
-            ("hybrid:/tmp/a:x", "`x` is not a port"),
-            ("vsock:4294967295:1", "is not a CID"),
-            ("vsock:any:1", "local or host"),
-            ("vsock:2:any", "is not a port"),
-            ("vsock-listen:-1", "is not a port"),
-        ] {
-            let said = text.parse::<Endpoint>().unwrap_err().to_string();
-            assert!(said.contains(named), "{text:?}: {said}");
-        }
-        let long = format!("unix-listen:/{}", "x".repeat(107));
-        let said = long.parse::<Endpoint>().unwrap_err().to_string();
-        assert!(said.contains("107"), "{said}");
-    }
-}
+#[path = "endpoint_tests.rs"]
+mod tests;

@@ -1,7 +1,7 @@
 //! Two sockets that the kernel joins (`--way sockmap`): their turns, events and counters.
 //!
 //! # Invariants
-//! - The sockets belong to the [`sockmap::Pair`]: nothing else receives from them.
+//! - The sockets belong to the [`sockmap::RedirectedPair`]: nothing else receives from them.
 //! - A socket whose direction moves bytes is not watched for bytes, which would wake the worker for each
 //!   packet; turns come by time then. A socket whose direction is idle is watched, and needs no time.
 //! - Where the kernel redirects one direction only, from vsock to TCP, the pair moves the other one by hand
@@ -16,7 +16,7 @@ use rustix::net::{SocketType, sockopt};
 use zerosock_proto::Instant;
 use zerosock_virtio::poller::{Interest, Poller, Token};
 
-use crate::sockmap::{self, Directions, InsertError, RelayMap, Side, State};
+use crate::sockmap::{self, Directions, InsertError, RedirectState, RelayMap, Side};
 
 /// Bytes of a stream that may be under way inside the kernel.
 const LIMIT: u64 = 4 << 20;
@@ -37,7 +37,7 @@ const SIDES: [Side; 2] = [Side::A, Side::B];
 /// See the [module](self).
 #[derive(Debug)]
 pub(super) struct Joined {
-    pair: sockmap::Pair<OwnedFd>,
+    pair: sockmap::RedirectedPair<OwnedFd>,
     /// The direction from each socket is idle.
     idle: [bool; 2],
     /// The events for which each socket is registered; `None`: others than are needed here.
@@ -126,8 +126,8 @@ impl Joined {
             for (index, side) in SIDES.into_iter().enumerate() {
                 match self.pair.turn(side, scratch) {
                     Ok(turn) => {
-                        ended &= turn.state == State::Ended;
-                        self.idle[index] = turn.state == State::Idle;
+                        ended &= turn.state == RedirectState::Ended;
+                        self.idle[index] = turn.state == RedirectState::Idle;
                         again = again.into_iter().chain(turn.again).min();
                     }
                     Err(error) => {

@@ -11,7 +11,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, sockopt};
 use zerosock_sys::socket_file::{self, SocketFile};
 use zerosock_sys::{fd_passing, reuseport, vsock};
 
-use super::endpoint::Endpoint;
+use super::endpoint::KernelEndpoint;
 use super::socket::SocketKind;
 
 /// Connections that may wait to be accepted; the kernel lowers it to net.core.somaxconn.
@@ -51,14 +51,14 @@ pub(super) struct Access {
 /// # Errors
 /// Those of bind(2) and listen(2). `AddrInUse` also if another process shares the port (SO_REUSEPORT).
 pub(super) fn listen(
-    endpoint: &Endpoint,
+    endpoint: &KernelEndpoint,
     workers: usize,
     keepalive: Option<Duration>,
     access: Access,
 ) -> io::Result<Listeners> {
     let kind = endpoint.kind();
     match endpoint {
-        Endpoint::TcpListen(address) => {
+        KernelEndpoint::TcpListen(address) => {
             let (sockets, address) = bind_inet(*address, SocketType::STREAM, workers)?;
             for socket in &sockets {
                 // Accepted sockets have the options of their listener.
@@ -67,17 +67,19 @@ pub(super) fn listen(
             }
             Ok(Listeners::inet(sockets, kind, address))
         }
-        Endpoint::UdpListen(address) => {
+        KernelEndpoint::UdpListen(address) => {
             let (sockets, address) = bind_inet(*address, SocketType::DGRAM, workers)?;
             for socket in &sockets {
                 set_datagram_buffers(socket)?;
             }
             Ok(Listeners::inet(sockets, kind, address))
         }
-        Endpoint::UnixListen(path) => unix(path, kind, SocketType::STREAM, access),
-        Endpoint::UnixSeqpacketListen(path) => unix(path, kind, SocketType::SEQPACKET, access),
-        Endpoint::UnixDatagramListen(path) => unix(path, kind, SocketType::DGRAM, access),
-        Endpoint::VsockListen { port } => {
+        KernelEndpoint::UnixListen(path) => unix(path, kind, SocketType::STREAM, access),
+        KernelEndpoint::UnixSeqpacketListen(path) => {
+            unix(path, kind, SocketType::SEQPACKET, access)
+        }
+        KernelEndpoint::UnixDatagramListen(path) => unix(path, kind, SocketType::DGRAM, access),
+        KernelEndpoint::VsockListen { port } => {
             let socket = vsock::listen(vsock::CID_ANY, *port, BACKLOG)?;
             Ok(Listeners {
                 sockets: vec![socket],
@@ -87,9 +89,9 @@ pub(super) fn listen(
                 file: None,
             })
         }
-        Endpoint::Connect(_) | Endpoint::Hybrid { .. } | Endpoint::Vsock { .. } => {
-            Err(io::ErrorKind::InvalidInput.into())
-        }
+        KernelEndpoint::Connect(_)
+        | KernelEndpoint::Hybrid { .. }
+        | KernelEndpoint::Vsock { .. } => Err(io::ErrorKind::InvalidInput.into()),
     }
 }
 
@@ -199,7 +201,7 @@ fn unix(
     socket_type: SocketType,
     access: Access,
 ) -> io::Result<Listeners> {
-    let options = socket_file::Options {
+    let options = socket_file::SocketFileOptions {
         kind: socket_type,
         mode: access.mode.map(Mode::from_raw_mode),
         gid: access.group.map(Gid::from_raw),
@@ -227,7 +229,7 @@ mod tests {
     use super::*;
 
     fn tcp(address: SocketAddr, workers: usize) -> io::Result<Listeners> {
-        let endpoint = Endpoint::TcpListen(address);
+        let endpoint = KernelEndpoint::TcpListen(address);
         listen(&endpoint, workers, None, Access::default())
     }
 

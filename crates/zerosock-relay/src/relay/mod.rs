@@ -47,16 +47,16 @@ use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::worker::{Worker, WorkerMessage};
 
 pub use self::counters::RelayStats;
-pub use self::device::{Answer, CLOSED_WITHOUT_OK, LONGEST_ANSWER};
-pub use self::endpoint::{Endpoint, FORMS, ParseEndpointError, path_and_port};
+pub use self::device::{CLOSED_WITHOUT_OK, HybridAnswer, LONGEST_ANSWER};
+pub use self::endpoint::{FORMS, KernelEndpoint, ParseEndpointError, path_and_port};
 pub use self::plan::{ACCESS_LINES, NoSockmap, RelayConfig};
 pub use self::way::{UnknownWay, Way};
 
-use self::counters::Counters;
+use self::counters::WorkerCounters;
 use self::device::{Listener, Message, Parts, RelayDevice};
 use self::listen::{Access, Listeners, listen};
 use self::open::Destination;
-use self::plan::Plan;
+use self::plan::RelayPlan;
 use self::socket::Socket;
 use crate::connector::{Connector, ConnectorConfig};
 
@@ -68,8 +68,8 @@ type Sender = zerosock_virtio::mailbox::Sender<WorkerMessage<RelayDevice>>;
 /// A running relay. Dropping it ends it.
 #[derive(Debug)]
 pub struct Relay {
-    plan: Arc<Plan>,
-    counters: Vec<Arc<Counters>>,
+    plan: Arc<RelayPlan>,
+    counters: Vec<Arc<WorkerCounters>>,
     senders: Vec<Sender>,
     threads: Vec<JoinHandle<()>>,
     addresses: [Option<SocketAddr>; 2],
@@ -82,20 +82,20 @@ pub struct Relay {
 pub enum StartError {
     /// The ends do not fit together.
     #[error("{0} has messages and {1} is a stream: give two streams, or two ends with messages")]
-    Bounds(Endpoint, Endpoint),
+    Bounds(KernelEndpoint, KernelEndpoint),
     /// Datagrams of many senders need one target for each.
     #[error("{0} and {1} both listen: with datagrams one of the ends has to connect")]
-    TwoReceivers(Endpoint, Endpoint),
+    TwoReceivers(KernelEndpoint, KernelEndpoint),
     /// The sockets to both ends would have addresses that nothing knows.
     #[error(
         "{0} and {1} both connect: no peer could send the first datagram; one of the ends has to listen"
     )]
-    NoReceiver(Endpoint, Endpoint),
+    NoReceiver(KernelEndpoint, KernelEndpoint),
     /// The endpoint cannot be listened at.
     #[error("{endpoint}: cannot listen: {source}")]
     Listen {
         /// The endpoint.
-        endpoint: Endpoint,
+        endpoint: KernelEndpoint,
         /// Why.
         source: io::Error,
     },
@@ -103,13 +103,13 @@ pub enum StartError {
     #[error("{endpoint}: {source}")]
     Connect {
         /// The endpoint.
-        endpoint: Endpoint,
+        endpoint: KernelEndpoint,
         /// Why.
         source: io::Error,
     },
     /// The PROXY protocol header needs a stream.
     #[error("a PROXY protocol header needs a stream to {0}")]
-    ProxyProtocol(Endpoint),
+    ProxyProtocol(KernelEndpoint),
     /// No thread, epoll instance or eventfd is to be had.
     #[error("cannot start: {0}")]
     System(#[from] io::Error),
@@ -133,7 +133,7 @@ impl Relay {
             _ => 1,
         };
         config.buffer = config.buffer.clamp(4096, 16 << 20);
-        if config.ends.iter().any(Endpoint::receives_datagrams) {
+        if config.ends.iter().any(KernelEndpoint::receives_datagrams) {
             config.max_connections = config.max_connections.min(most_associations());
         }
         let mut destinations = [None, None];
@@ -166,7 +166,7 @@ impl Relay {
             true => Some(Connector::start(ConnectorConfig::default())?),
             false => None,
         };
-        let plan = Arc::new(Plan::new(config, destinations, connector)?);
+        let plan = Arc::new(RelayPlan::new(config, destinations, connector)?);
         let mut relay = Relay {
             counters: Vec::new(),
             senders: Vec::new(),
@@ -194,7 +194,7 @@ impl Relay {
         }
         let mut workers = Vec::new();
         for (number, mailbox) in mailboxes.into_iter().enumerate() {
-            let counters = Arc::new(Counters::default());
+            let counters = Arc::new(WorkerCounters::default());
             self.counters.push(Arc::clone(&counters));
             let mut parts = Parts {
                 addr: DeviceAddr {
@@ -279,7 +279,7 @@ impl Relay {
 
     /// Whether the relay is over because its only pair has ended in order.
     pub fn succeeded(&self) -> bool {
-        // Relaxed: see `Plan::finish`.
+        // Relaxed: see `RelayPlan::finish`.
         self.plan.succeeded.load(Ordering::Relaxed)
     }
 

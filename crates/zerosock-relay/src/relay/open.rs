@@ -14,9 +14,9 @@ use rustix::net::{
 };
 use zerosock_sys::{PeerFd, socket_path, vsock};
 
-use super::endpoint::Endpoint;
+use super::endpoint::KernelEndpoint;
 use super::listen::{set_datagram_buffers, set_tcp_options};
-use super::pair::Stage;
+use super::pair::SocketStage;
 use super::socket::{Socket, SocketKind};
 use crate::target::{Host, Target};
 
@@ -24,7 +24,7 @@ use crate::target::{Host, Target};
 #[derive(Clone, Debug)]
 pub(super) struct Destination {
     kind: SocketKind,
-    how: How,
+    how: TargetAddress,
     /// What the connector is asked for: always for a name; for a path with links or on a file system that
     /// is not known to be local; and when a Unix listener's backlog is full.
     target: Option<Target>,
@@ -34,7 +34,7 @@ pub(super) struct Destination {
 }
 
 #[derive(Clone, Debug)]
-enum How {
+enum TargetAddress {
     Inet(SocketAddr),
     Unix(PathBuf),
     Hybrid(PathBuf, u32),
@@ -45,7 +45,7 @@ enum How {
 
 /// What [`Destination::open`] has reached.
 pub(super) enum Opened {
-    Socket(Socket, Stage),
+    Socket(Socket, SocketStage),
     /// The connector has to connect to this.
     Ask(Target),
 }
@@ -54,33 +54,36 @@ impl Destination {
     /// # Errors
     /// The path does not fit into a socket address, or the endpoint listens.
     pub(super) fn new(
-        endpoint: &Endpoint,
+        endpoint: &KernelEndpoint,
         keepalive: Option<Duration>,
         coalesces: bool,
     ) -> Result<Destination, Errno> {
         // A path that does not fit into an address is refused as by other programs.
         let checked = |path: &PathBuf| SocketAddrUnix::new(path.as_path()).map(|_| path.clone());
         let inet = |host: &Host, port: u16| match host {
-            Host::Address(ip) => How::Inet(SocketAddr::new(*ip, port)),
-            Host::Name(_) => How::Named,
+            Host::Address(ip) => TargetAddress::Inet(SocketAddr::new(*ip, port)),
+            Host::Name(_) => TargetAddress::Named,
         };
         let (how, target) = match endpoint {
-            Endpoint::Connect(target) => {
+            KernelEndpoint::Connect(target) => {
                 let how = match target {
                     Target::Tcp { host, port } | Target::Udp { host, port } => {
                         inet(host, port.get())
                     }
                     Target::Unix(path)
                     | Target::UnixSeqpacket(path)
-                    | Target::UnixDatagram(path) => How::Unix(checked(path)?),
+                    | Target::UnixDatagram(path) => TargetAddress::Unix(checked(path)?),
                 };
                 (how, Some(target.clone()))
             }
-            Endpoint::Hybrid { path, port } => {
+            KernelEndpoint::Hybrid { path, port } => {
                 let path = checked(path)?;
-                (How::Hybrid(path.clone(), *port), Some(Target::Unix(path)))
+                (
+                    TargetAddress::Hybrid(path.clone(), *port),
+                    Some(Target::Unix(path)),
+                )
             }
-            Endpoint::Vsock { cid, port } => (How::Vsock(*cid, *port), None),
+            KernelEndpoint::Vsock { cid, port } => (TargetAddress::Vsock(*cid, *port), None),
             _ => return Err(Errno::INVAL),
         };
         Ok(Destination {
@@ -98,7 +101,7 @@ impl Destination {
 
     /// Whether a connector may be needed.
     pub(super) fn needs_connector(&self) -> bool {
-        self.target.is_some() && !matches!(self.how, How::Inet(_))
+        self.target.is_some() && !matches!(self.how, TargetAddress::Inet(_))
     }
 
     /// What the connector is asked for.
@@ -109,7 +112,7 @@ impl Destination {
     /// The address, if it is known before a connection is made.
     pub(super) fn address(&self) -> Option<SocketAddr> {
         match self.how {
-            How::Inet(address) => Some(address),
+            TargetAddress::Inet(address) => Some(address),
             _ => None,
         }
     }
@@ -117,7 +120,7 @@ impl Destination {
     /// The line that a hybrid socket is sent after connecting.
     pub(super) fn greeting(&self) -> Option<String> {
         match self.how {
-            How::Hybrid(_, port) => Some(format!("CONNECT {port}\n")),
+            TargetAddress::Hybrid(_, port) => Some(format!("CONNECT {port}\n")),
             _ => None,
         }
     }
@@ -128,27 +131,27 @@ impl Destination {
     /// Those of socket(2) and connect(2).
     pub(super) fn open(&self) -> Result<Opened, Errno> {
         let path = match &self.how {
-            How::Inet(address) => return self.open_inet(*address),
-            How::Named => return self.ask(Errno::HOSTUNREACH),
-            How::Vsock(cid, port) => {
+            TargetAddress::Inet(address) => return self.open_inet(*address),
+            TargetAddress::Named => return self.ask(Errno::HOSTUNREACH),
+            TargetAddress::Vsock(cid, port) => {
                 let socket = vsock::connect(*cid, *port)
                     .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
                 return Ok(Opened::Socket(
                     Socket::new(socket, self.kind, true),
-                    Stage::Connecting,
+                    SocketStage::Connecting,
                 ));
             }
-            How::Unix(path) | How::Hybrid(path, _) => path,
+            TargetAddress::Unix(path) | TargetAddress::Hybrid(path, _) => path,
         };
         let Some(found) = socket_path::find_cached(path).map_err(errno_of)? else {
             return self.ask(Errno::HOSTUNREACH);
         };
         let socket = self.unix_socket()?;
         match connect(socket.fd()?, found.address()) {
-            Ok(()) if matches!(self.how, How::Hybrid(..)) => {
-                Ok(Opened::Socket(socket, Stage::Greeting))
+            Ok(()) if matches!(self.how, TargetAddress::Hybrid(..)) => {
+                Ok(Opened::Socket(socket, SocketStage::Greeting))
             }
-            Ok(()) => Ok(Opened::Socket(socket, Stage::Connected)),
+            Ok(()) => Ok(Opened::Socket(socket, SocketStage::Connected)),
             // The backlog is full: the connector tries again.
             Err(Errno::AGAIN) => self.ask(Errno::AGAIN),
             Err(errno) => Err(errno),
@@ -172,7 +175,7 @@ impl Destination {
             if self.coalesces {
                 socket.coalesce();
             }
-            return Ok(Opened::Socket(socket, Stage::Connected));
+            return Ok(Opened::Socket(socket, SocketStage::Connected));
         }
         let fd = socket_with(family, SocketType::STREAM, FLAGS, None)?;
         set_tcp_options(&fd, self.keepalive).map_err(errno_of)?;
@@ -180,7 +183,7 @@ impl Destination {
             // Also when it is established at once, it shows as an edge.
             Ok(()) | Err(Errno::INPROGRESS) => Ok(Opened::Socket(
                 Socket::new(fd, self.kind, true),
-                Stage::Connecting,
+                SocketStage::Connecting,
             )),
             Err(errno) => Err(errno),
         }
@@ -204,10 +207,10 @@ impl Destination {
     ///
     /// # Errors
     /// Those of setsockopt(2).
-    pub(super) fn adopt(&self, fd: PeerFd) -> Result<(Socket, Stage), Errno> {
+    pub(super) fn adopt(&self, fd: PeerFd) -> Result<(Socket, SocketStage), Errno> {
         let stage = match self.how {
-            How::Hybrid(..) => Stage::Greeting,
-            _ => Stage::Connected,
+            TargetAddress::Hybrid(..) => SocketStage::Greeting,
+            _ => SocketStage::Connected,
         };
         let mut socket = Socket::refusing_rights(fd, self.kind).map_err(errno_of)?;
         if self.coalesces {

@@ -13,7 +13,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 use zerosock_proto::Instant;
 
-use super::direction::{Direction, End, Outcome, Ready, Side};
+use super::direction::{Direction, DirectionEnd, Outcome, Ready, WatchedSocket};
 use super::joined::{Joined, Step};
 use super::socket::SocketKind;
 use super::store::Store;
@@ -26,7 +26,7 @@ const BUDGET: usize = 1 << 20;
 
 /// Where a connection came from.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Source {
+pub(super) enum Origin {
     /// A client of a TCP listener.
     Ip(SocketAddr),
     /// A client of a Unix listener.
@@ -39,7 +39,7 @@ pub(super) enum Source {
 
 /// How far a socket is.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Stage {
+pub(super) enum SocketStage {
     /// The connector is asked for it.
     Absent,
     /// connect(2) has not finished.
@@ -65,10 +65,10 @@ pub(super) enum Reason {
 /// See the [module](self).
 #[derive(Debug)]
 pub(super) struct Pair {
-    sides: [Side; 2],
+    sides: [WatchedSocket; 2],
     /// The first is from the first socket to the second.
     directions: [Direction; 2],
-    stages: [Stage; 2],
+    stages: [SocketStage; 2],
     /// On the list of pairs that have work.
     pub(super) queued: bool,
     /// The error of a socket that still had bytes to deliver.
@@ -82,7 +82,7 @@ pub(super) struct Pair {
     redirected: [u64; 2],
     /// Tells the pair from its successor in the same slot.
     pub(super) serial: u32,
-    pub(super) source: Source,
+    pub(super) source: Origin,
     /// The address of the second socket's peer, if it has one.
     pub(super) target: Option<SocketAddr>,
     pub(super) opened: Instant,
@@ -98,7 +98,7 @@ impl Linked for Pair {
 
 /// What a turn of a pair ended with.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Turn {
+pub(super) enum PairOutcome {
     /// Nothing to do before the next edge.
     Waiting,
     /// More to do.
@@ -108,9 +108,9 @@ pub(super) enum Turn {
 
 impl Pair {
     pub(super) fn new(
-        sides: [(Side, Stage); 2],
+        sides: [(WatchedSocket, SocketStage); 2],
         modes: [Mode; 2],
-        source: Source,
+        source: Origin,
         serial: u32,
         now: Instant,
     ) -> Pair {
@@ -133,25 +133,25 @@ impl Pair {
         }
     }
 
-    pub(super) fn side(&self, index: usize) -> &Side {
+    pub(super) fn side(&self, index: usize) -> &WatchedSocket {
         &self.sides[index & 1]
     }
 
-    pub(super) fn side_mut(&mut self, index: usize) -> &mut Side {
+    pub(super) fn side_mut(&mut self, index: usize) -> &mut WatchedSocket {
         &mut self.sides[index & 1]
     }
 
-    pub(super) fn stage(&self, index: usize) -> Stage {
+    pub(super) fn stage(&self, index: usize) -> SocketStage {
         self.stages[index & 1]
     }
 
-    pub(super) fn set_stage(&mut self, index: usize, stage: Stage) {
+    pub(super) fn set_stage(&mut self, index: usize, stage: SocketStage) {
         self.stages[index & 1] = stage;
     }
 
     /// Whether both sockets are connected.
     pub(super) fn is_connected(&self) -> bool {
-        self.stages == [Stage::Connected; 2]
+        self.stages == [SocketStage::Connected; 2]
     }
 
     /// Sends these bytes to the second socket before those of the first.
@@ -278,8 +278,8 @@ impl Pair {
             Outcome::Waiting => {}
             Outcome::Exhausted => return Step::Wait(Some(Duration::ZERO)),
             Outcome::Finished => to.socket.finish_sending(),
-            Outcome::Failed(End::Source, errno) => return Step::Failed(index, errno),
-            Outcome::Failed(End::Target, errno) => {
+            Outcome::Failed(DirectionEnd::Source, errno) => return Step::Failed(index, errno),
+            Outcome::Failed(DirectionEnd::Target, errno) => {
                 direction.abandon(store);
                 self.failure.get_or_insert((1 - index as u8, errno));
             }
@@ -297,7 +297,7 @@ impl Pair {
     }
 
     /// Moves bytes both ways.
-    pub(super) fn run(&mut self, store: &mut Store, now: Instant) -> Turn {
+    pub(super) fn run(&mut self, store: &mut Store, now: Instant) -> PairOutcome {
         let before = self.directions[0].bytes + self.directions[1].bytes;
         let turn = self.run_directions(store);
         if self.directions[0].bytes + self.directions[1].bytes != before {
@@ -306,7 +306,7 @@ impl Pair {
         turn
     }
 
-    fn run_directions(&mut self, store: &mut Store) -> Turn {
+    fn run_directions(&mut self, store: &mut Store) -> PairOutcome {
         // A socket that has failed may still have received bytes: they are read before a write takes the
         // error away.
         let first = usize::from(self.sides[1].ready.has(Ready::HUNG_UP));
@@ -318,7 +318,7 @@ impl Pair {
                 && self.directions[index].is_done()
                 && !self.sides[1 - index].socket.kind().has_end()
             {
-                return Turn::Ended(Reason::Closed);
+                return PairOutcome::Ended(Reason::Closed);
             }
         }
         for index in [first, 1 - first] {
@@ -335,11 +335,11 @@ impl Pair {
                         self.sides[1 - index].socket.finish_sending();
                     }
                 }
-                Outcome::Failed(End::Source, errno) => {
+                Outcome::Failed(DirectionEnd::Source, errno) => {
                     self.directions[index].abandon(store);
-                    return Turn::Ended(Reason::Failed(index as u8, errno));
+                    return PairOutcome::Ended(Reason::Failed(index as u8, errno));
                 }
-                Outcome::Failed(End::Target, errno) => {
+                Outcome::Failed(DirectionEnd::Target, errno) => {
                     self.directions[index].abandon(store);
                     self.failure.get_or_insert((1 - index as u8, errno));
                     // It may still have sent bytes, and will then end or fail.
@@ -349,14 +349,14 @@ impl Pair {
             }
         }
         if self.directions.iter().all(Direction::is_done) {
-            return Turn::Ended(match self.failure {
+            return PairOutcome::Ended(match self.failure {
                 Some((side, errno)) => Reason::Failed(side, errno),
                 None => Reason::Closed,
             });
         }
         match busy {
-            true => Turn::Busy,
-            false => Turn::Waiting,
+            true => PairOutcome::Busy,
+            false => PairOutcome::Waiting,
         }
     }
 

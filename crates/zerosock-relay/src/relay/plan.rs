@@ -10,11 +10,13 @@ use rustix::fd::OwnedFd;
 use zerosock_sys::LogLimit;
 use zerosock_sys::bpf::BpfError;
 
-use super::endpoint::Endpoint;
+use super::endpoint::KernelEndpoint;
 use super::open::Destination;
 use super::socket::SocketKind;
 use super::way::{Mode, Way};
-use crate::connector::{ATTEMPTS_AT_ONCE, ConnectRequest, Connector, Done, PendingConnect};
+use crate::connector::{
+    ATTEMPTS_AT_ONCE, ConnectCallback, ConnectRequest, Connector, PendingConnect,
+};
 use crate::networks::AddressPolicy;
 use crate::sockmap::{Refusal, RelayMap};
 use crate::target::Target;
@@ -24,7 +26,7 @@ use crate::target::Target;
 pub struct RelayConfig {
     /// The two ends. If both listen, the connections of one are joined to those of the other in the
     /// order in which they come. If neither does, one pair is relayed and the relay is over.
-    pub ends: [Endpoint; 2],
+    pub ends: [KernelEndpoint; 2],
     /// How the bytes are moved.
     pub way: Way,
     /// The maps of way sockmap: see [`RelayConfig::make_map`]. Without them that way is as `Auto`.
@@ -56,7 +58,7 @@ pub struct RelayConfig {
 
 impl RelayConfig {
     /// The usual limits.
-    pub fn new(ends: [Endpoint; 2]) -> RelayConfig {
+    pub fn new(ends: [KernelEndpoint; 2]) -> RelayConfig {
         RelayConfig {
             ends,
             way: Way::Auto,
@@ -102,7 +104,7 @@ impl RelayConfig {
         self.ends_can_join().map_err(NoSockmap::Ends)?;
         let pairs = self.max_connections.clamp(1, MOST_JOINED) as u32;
         self.sockmap = Some(RelayMap::new(pairs)?);
-        if self.ends.iter().any(Endpoint::receives_datagrams) {
+        if self.ends.iter().any(KernelEndpoint::receives_datagrams) {
             // The sockets of senders are beside one listener; the kernel moves what they receive.
             self.workers = 1;
         }
@@ -123,8 +125,8 @@ impl RelayConfig {
                  have to be UDP, or vsock and TCP",
             ),
             [SocketKind::Udp, SocketKind::Udp] => {
-                let any = |end: &Endpoint| match end {
-                    Endpoint::UdpListen(address) => address.ip().is_unspecified(),
+                let any = |end: &KernelEndpoint| match end {
+                    KernelEndpoint::UdpListen(address) => address.ip().is_unspecified(),
                     _ => false,
                 };
                 match self.ends.iter().any(any) {
@@ -142,7 +144,7 @@ pub const ACCESS_LINES: u32 = 10_000;
 
 /// See the [module](self).
 #[derive(Debug)]
-pub(super) struct Plan {
+pub(super) struct RelayPlan {
     pub(super) config: RelayConfig,
     /// The ends that connect.
     pub(super) destinations: [Option<Destination>; 2],
@@ -162,15 +164,15 @@ pub(super) struct Plan {
     pub(super) succeeded: AtomicBool,
 }
 
-impl Plan {
+impl RelayPlan {
     /// # Errors
     /// No eventfd is to be had.
     pub(super) fn new(
         config: RelayConfig,
         destinations: [Option<Destination>; 2],
         connector: Option<Connector>,
-    ) -> std::io::Result<Plan> {
-        Ok(Plan {
+    ) -> std::io::Result<RelayPlan> {
+        Ok(RelayPlan {
             config,
             destinations,
             connector,
@@ -230,7 +232,7 @@ impl Plan {
 
     /// Whether the relay is over when its one pair has ended.
     pub(super) fn is_single(&self) -> bool {
-        !self.config.ends.iter().any(Endpoint::listens)
+        !self.config.ends.iter().any(KernelEndpoint::listens)
     }
 
     /// The relay is over.
@@ -241,7 +243,7 @@ impl Plan {
     }
 
     /// Asks the connector for a connection. `None`: there is no connector.
-    pub(super) fn ask(&self, target: Target, done: Done) -> Option<PendingConnect> {
+    pub(super) fn ask(&self, target: Target, done: ConnectCallback) -> Option<PendingConnect> {
         let connector = self.connector.as_ref()?;
         let request = ConnectRequest {
             target,
@@ -256,7 +258,7 @@ impl Plan {
 
     /// An address of the second end has refused a datagram: others of its name go before it.
     pub(super) fn refused(&self, address: SocketAddr) {
-        if let (Some(connector), Endpoint::Connect(target)) =
+        if let (Some(connector), KernelEndpoint::Connect(target)) =
             (&self.connector, &self.config.ends[1])
         {
             connector.refused(target, address);

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, sockopt};
-use zerosock_sys::mmsg::{Address, Batch, coalesce_datagrams};
+use zerosock_sys::mmsg::{Batch, KernelAddress, coalesce_datagrams};
 use zerosock_sys::{PeerFd, fd_passing, reaper};
 
 use crate::connector::RIGHTS;
@@ -197,7 +197,7 @@ impl Socket {
         &self,
         batch: &Batch,
         messages: Range<usize>,
-        to: Option<&Address>,
+        to: Option<&KernelAddress>,
     ) -> io::Result<usize> {
         match self.kind {
             SocketKind::Udp => batch.send_coalesced(self.fd()?, messages, to),

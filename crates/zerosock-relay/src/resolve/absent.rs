@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use super::answer::{Answer, Family, LookupError};
+use super::answer::{Family, LookupError, LookupResult};
 use crate::target::DomainName;
 
 /// No resolver.
@@ -18,7 +18,7 @@ impl System {
         System
     }
 
-    pub(super) async fn query(&self, _name: &DomainName, _family: Family) -> Answer {
+    pub(super) async fn query(&self, _name: &DomainName, _family: Family) -> LookupResult {
         Err(LookupError::NotSupported)
     }
 }

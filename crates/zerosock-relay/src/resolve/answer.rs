@@ -19,7 +19,7 @@ impl Family {
 }
 
 /// The addresses of one family.
-pub(crate) type Answer = Result<Vec<IpAddr>, LookupError>;
+pub(crate) type LookupResult = Result<Vec<IpAddr>, LookupError>;
 
 /// Why there are no addresses of a family.
 #[derive(Clone, Debug, Eq, PartialEq)]

@@ -21,7 +21,7 @@ use hickory_resolver::proto::rr::{Name, RecordType};
 use hickory_resolver::{Hosts, TokioResolver, system_conf};
 use tracing::warn;
 
-use super::answer::{Answer, Family, LookupError};
+use super::answer::{Family, LookupError, LookupResult};
 use crate::target::DomainName;
 
 /// How often the files are checked for a change, at most.
@@ -79,7 +79,7 @@ impl System {
     }
 
     /// The addresses of one family.
-    pub(super) async fn query(&self, name: &DomainName, family: Family) -> Answer {
+    pub(super) async fn query(&self, name: &DomainName, family: Family) -> LookupResult {
         let files = self.files();
         let name = Name::from_ascii(name.as_str())
             .map_err(|error| LookupError::Failed(error.to_string()))?;

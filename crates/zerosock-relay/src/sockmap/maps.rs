@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use zerosock_sys::bpf::{
-    BpfError, NumberByCookie, Program, Slot, Slots, SockMap, Source, Sources, VerdictMaps,
+    ArrivalSocket, BpfError, NumberByCookie, Program, Slot, Slots, SockMap, Sources, VerdictMaps,
 };
 
 /// The maps of a relay. Their numbers are those of sockets, two for each pair.
@@ -59,7 +59,7 @@ impl Maps {
             slots: &slots,
             targets: &targets,
         };
-        let program = Program::load(maps, Source::Any)?;
+        let program = Program::load(maps, ArrivalSocket::Any)?;
         let sources = Sources::create(entries, program)?;
         Ok(Maps {
             sources,
@@ -71,7 +71,7 @@ impl Maps {
     }
 
     /// A number with a slot that is all zero.
-    pub(super) fn allocate(&self, cookie: u64) -> Option<End> {
+    pub(super) fn allocate(&self, cookie: u64) -> Option<MapEntry> {
         let free = &mut self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let number = free.pop_front()?;
         let slot = self.slot(number);
@@ -85,7 +85,7 @@ impl Maps {
         ] {
             word.store(0, Relaxed);
         }
-        Some(End {
+        Some(MapEntry {
             number,
             cookie,
             own: None,
@@ -105,28 +105,28 @@ impl Maps {
             slots: &self.slots,
             targets: &self.targets,
         };
-        Sources::create(1, Program::load(maps, Source::Only(cookie))?)
+        Sources::create(1, Program::load(maps, ArrivalSocket::Only(cookie))?)
     }
 }
 
 /// What a pair has in the maps; removed when dropped.
 #[derive(Debug)]
-pub(super) struct Ends {
+pub(super) struct MapEntries {
     pub(super) maps: Arc<Maps>,
     /// Of the direction that begins at each side, if it is redirected.
-    pub(super) ends: [Option<End>; 2],
+    pub(super) ends: [Option<MapEntry>; 2],
 }
 
 /// What the direction from one socket has in the maps.
 #[derive(Debug)]
-pub(super) struct End {
+pub(super) struct MapEntry {
     pub(super) number: u32,
     pub(super) cookie: u64,
     /// Where a Unix socket is a source, instead of the common map.
     pub(super) own: Option<Sources>,
 }
 
-impl Ends {
+impl MapEntries {
     /// Inserts a socket once more, as target and as source. After an error of a send the kernel drops
     /// all later packets for a target, until it is inserted again. Datagrams that the kernel holds for
     /// it are lost.
@@ -155,7 +155,7 @@ impl Ends {
     }
 }
 
-impl Drop for Ends {
+impl Drop for MapEntries {
     fn drop(&mut self) {
         let maps = &self.maps;
         for end in self.ends.iter_mut().filter_map(Option::take) {

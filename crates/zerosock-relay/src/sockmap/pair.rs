@@ -12,7 +12,7 @@ use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 use zerosock_sys::bpf::Slot;
 use zerosock_sys::tcp_written;
 
-use super::maps::{Ends, Side};
+use super::maps::{MapEntries, Side};
 
 /// How soon a direction that moves bytes needs its next turn: its limit is what may pass until then.
 const SOON: Duration = Duration::from_millis(1);
@@ -32,17 +32,17 @@ pub const SCRATCH: usize = 256 << 10;
 /// Two joined sockets. Dropping it ends the redirection and drops the sockets.
 ///
 /// Bytes that the kernel has redirected and that the target has not taken are lost then: call
-/// [`Pair::turn`] until [`State::Ended`] first.
+/// [`RedirectedPair::turn`] until [`RedirectState::Ended`] first.
 #[derive(Debug)]
-pub struct Pair<S> {
-    ends: Ends,
-    directions: [Direction; 2],
+pub struct RedirectedPair<S> {
+    ends: MapEntries,
+    directions: [Redirection; 2],
     sockets: [S; 2],
 }
 
 /// What a direction does.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum State {
+pub enum RedirectState {
     /// The kernel redirects, and bytes pass.
     Redirecting,
     /// The kernel would redirect, and no bytes pass.
@@ -57,14 +57,14 @@ pub enum State {
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Turn {
     /// What the direction does.
-    pub state: State,
+    pub state: RedirectState,
     /// When the next turn is due, unless a socket becomes ready earlier.
     pub again: Option<Duration>,
 }
 
 /// What one direction has moved so far.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
-pub struct Counters {
+pub struct DirectionCounters {
     /// Bytes that the kernel has redirected.
     pub redirected_bytes: u64,
     /// Packets that the kernel has redirected.
@@ -89,7 +89,7 @@ pub struct TurnError {
 
 /// State of the direction that begins at one side.
 #[derive(Debug)]
-pub(super) struct Direction {
+pub(super) struct Redirection {
     datagrams: bool,
     /// Bytes that may be under way.
     limit: u64,
@@ -113,27 +113,27 @@ pub(super) struct Direction {
 
 /// What poll(2) says of a direction.
 #[derive(Copy, Clone, Debug)]
-struct Ready {
+struct Polled {
     /// The source has received the end of its stream.
     end: bool,
     /// The target takes bytes.
     writable: bool,
 }
 
-impl Direction {
-    pub(super) fn new(datagrams: bool, limit: u64, base: Option<u64>) -> Direction {
-        Direction {
+impl Redirection {
+    pub(super) fn new(datagrams: bool, limit: u64, base: Option<u64>) -> Redirection {
+        Redirection {
             datagrams,
             limit,
             base,
             ended: false,
-            ..Direction::none()
+            ..Redirection::none()
         }
     }
 
     /// One that the pair does not redirect.
-    pub(super) fn none() -> Direction {
-        Direction {
+    pub(super) fn none() -> Redirection {
+        Redirection {
             datagrams: false,
             limit: 0,
             base: None,
@@ -148,9 +148,13 @@ impl Direction {
     }
 }
 
-impl<S: AsFd> Pair<S> {
-    pub(super) fn new(ends: Ends, directions: [Direction; 2], sockets: [S; 2]) -> Pair<S> {
-        Pair {
+impl<S: AsFd> RedirectedPair<S> {
+    pub(super) fn new(
+        ends: MapEntries,
+        directions: [Redirection; 2],
+        sockets: [S; 2],
+    ) -> RedirectedPair<S> {
+        RedirectedPair {
             ends,
             directions,
             sockets,
@@ -164,18 +168,18 @@ impl<S: AsFd> Pair<S> {
 
     /// Ends the redirection, and returns the sockets.
     pub fn into_sockets(self) -> [S; 2] {
-        let Pair { ends, sockets, .. } = self;
+        let RedirectedPair { ends, sockets, .. } = self;
         drop(ends);
         sockets
     }
 
     /// What the direction from this side has moved.
-    pub fn counters(&self, from: Side) -> Counters {
+    pub fn counters(&self, from: Side) -> DirectionCounters {
         let direction = &self.directions[from.index()];
         let Some(slot) = self.ends.slot(from) else {
-            return Counters::default();
+            return DirectionCounters::default();
         };
-        Counters {
+        DirectionCounters {
             redirected_bytes: slot.bytes.load(Acquire),
             redirected_packets: slot.packets.load(Acquire),
             by_hand_bytes: direction.by_hand,
@@ -217,7 +221,7 @@ impl<S: AsFd> Pair<S> {
         let direction = &mut self.directions[from.index()];
         let (Some(slot), false) = (self.ends.slot(from), direction.ended) else {
             return Ok(Turn {
-                state: State::Ended,
+                state: RedirectState::Ended,
                 again: None,
             });
         };
@@ -250,7 +254,7 @@ struct Work<'a, S> {
     source: &'a S,
     target: &'a S,
     slot: &'a Slot,
-    direction: &'a mut Direction,
+    direction: &'a mut Redirection,
     /// The target of datagrams has reported an error.
     refused: bool,
 }
@@ -284,7 +288,7 @@ impl<S: AsFd> Work<'_, S> {
                 Handed::End => {
                     self.direction.ended = true;
                     return Ok(Turn {
-                        state: State::Ended,
+                        state: RedirectState::Ended,
                         again: None,
                     });
                 }
@@ -295,7 +299,7 @@ impl<S: AsFd> Work<'_, S> {
                     let again = SOON * (1 << self.direction.waited.min(6));
                     self.direction.waited += 1;
                     return Ok(Turn {
-                        state: State::Waiting,
+                        state: RedirectState::Waiting,
                         again: Some(again.min(LATE)),
                     });
                 }
@@ -305,7 +309,7 @@ impl<S: AsFd> Work<'_, S> {
         if !self.is_open() {
             // More came while the last turn's bytes were on their way.
             return Ok(Turn {
-                state: State::Waiting,
+                state: RedirectState::Waiting,
                 again: Some(SOON),
             });
         }
@@ -335,18 +339,18 @@ impl<S: AsFd> Work<'_, S> {
         }
         if direction.idle >= IDLE_TURNS {
             return Turn {
-                state: State::Idle,
+                state: RedirectState::Idle,
                 again: at_rest,
             };
         }
         Turn {
-            state: State::Redirecting,
+            state: RedirectState::Redirecting,
             again: Some(SOON),
         }
     }
 
     /// Raises the number of bytes that the program may redirect.
-    fn allow(&mut self, ready: Ready) -> Result<(), TurnError> {
+    fn allow(&mut self, ready: Polled) -> Result<(), TurnError> {
         let direction = &*self.direction;
         let allowance = match direction.base {
             Some(base) => {
@@ -375,7 +379,7 @@ impl<S: AsFd> Work<'_, S> {
     /// changes only here, in [`handle`](Self::handle), or in [`allow`](Self::allow) after it. So nothing is
     /// redirected between the look at what the target has taken and the last send below, and the bytes
     /// that are read follow all that were redirected before.
-    fn forward(&mut self, ready: Ready, scratch: &mut [u8]) -> Result<Handed, TurnError> {
+    fn forward(&mut self, ready: Polled, scratch: &mut [u8]) -> Result<Handed, TurnError> {
         if !self.is_taken()? || !self.send_rest()? {
             return Ok(Handed::Waiting);
         }
@@ -487,7 +491,7 @@ impl<S: AsFd> Work<'_, S> {
         Ok(())
     }
 
-    fn poll(&mut self) -> Result<Ready, TurnError> {
+    fn poll(&mut self) -> Result<Polled, TurnError> {
         let mut sockets = [
             PollFd::new(self.source, PollFlags::RDHUP),
             PollFd::new(self.target, PollFlags::OUT),
@@ -512,7 +516,7 @@ impl<S: AsFd> Work<'_, S> {
                 self.refused = true;
             }
         }
-        Ok(Ready {
+        Ok(Polled {
             end: source.intersects(PollFlags::RDHUP | PollFlags::HUP),
             writable: target.contains(PollFlags::OUT),
         })

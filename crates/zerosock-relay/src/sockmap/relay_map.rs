@@ -11,8 +11,8 @@ use zerosock_sys::bpf::BpfError;
 use zerosock_sys::tcp_written;
 use zerosock_sys::vsock::buffer_size;
 
-use super::maps::{Ends, Maps, Side};
-use super::pair::{Direction, Pair, SCRATCH};
+use super::maps::{MapEntries, Maps, Side};
+use super::pair::{RedirectedPair, Redirection, SCRATCH};
 
 /// The maps and the program of a relay. Clones are the same.
 #[derive(Clone, Debug)]
@@ -134,7 +134,7 @@ impl RelayMap {
     }
 
     /// Joins two connected sockets. A source is UDP, a Unix datagram socket, or vsock into TCP, which has
-    /// no direction back. The direction from a vsock socket begins with the first [`Pair::turn`] for
+    /// no direction back. The direction from a vsock socket begins with the first [`RedirectedPair::turn`] for
     /// it; until then its bytes wait. Its receive buffer must not grow later.
     ///
     /// `limit` bounds the bytes of each direction that may be under way inside the kernel. What
@@ -148,9 +148,9 @@ impl RelayMap {
         b: S,
         limit: u64,
         directions: Directions,
-    ) -> Result<Pair<S>, InsertError<S>> {
+    ) -> Result<RedirectedPair<S>, InsertError<S>> {
         match self.insert(&a, &b, limit, directions) {
-            Ok((ends, states)) => Ok(Pair::new(ends, states, [a, b])),
+            Ok((ends, states)) => Ok(RedirectedPair::new(ends, states, [a, b])),
             Err(error) => Err(InsertError {
                 error,
                 sockets: [a, b],
@@ -164,7 +164,7 @@ impl RelayMap {
         b: &S,
         limit: u64,
         directions: Directions,
-    ) -> Result<(Ends, [Direction; 2]), Refusal> {
+    ) -> Result<(MapEntries, [Redirection; 2]), Refusal> {
         let sockets = [a, b];
         let kinds = [Kind::of(Side::A, a)?, Kind::of(Side::B, b)?];
         let sides: &[Side] = match directions {
@@ -173,11 +173,11 @@ impl RelayMap {
             Directions::FromB => &[Side::B],
         };
         // From here on whatever is in the maps is removed with `ends`.
-        let mut ends = Ends {
+        let mut ends = MapEntries {
             maps: self.0.clone(),
             ends: [None, None],
         };
-        let mut states = [Direction::none(), Direction::none()];
+        let mut states = [Redirection::none(), Redirection::none()];
         for side in sides.iter().copied() {
             let (source, target) = (kinds[side.index()], kinds[side.other().index()]);
             if target.datagrams && !source.datagrams {
@@ -215,7 +215,7 @@ impl RelayMap {
             if target.written.is_none() && !source.datagrams {
                 return Err(Refusal::NoCount(other));
             }
-            states[side.index()] = Direction::new(source.datagrams, limit, target.written);
+            states[side.index()] = Redirection::new(source.datagrams, limit, target.written);
         }
         for side in sides.iter().copied() {
             if let Some(end) = &mut ends.ends[side.index()] {

@@ -84,11 +84,11 @@ fn receive(socket: &UdpSocket) -> Vec<u8> {
 /// Drives a pair as the engine does: turns when a socket is ready or a turn is due.
 struct Relay {
     stop: Arc<AtomicBool>,
-    thread: JoinHandle<(Pair<OwnedFd>, Result<(), TurnError>)>,
+    thread: JoinHandle<(RedirectedPair<OwnedFd>, Result<(), TurnError>)>,
 }
 
 impl Relay {
-    fn start(mut pair: Pair<OwnedFd>) -> Relay {
+    fn start(mut pair: RedirectedPair<OwnedFd>) -> Relay {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = stop.clone();
         let thread = thread::spawn(move || {
@@ -107,11 +107,11 @@ impl Relay {
     }
 
     /// Waits until both directions have ended.
-    fn finish(self) -> (Pair<OwnedFd>, Result<(), TurnError>) {
+    fn finish(self) -> (RedirectedPair<OwnedFd>, Result<(), TurnError>) {
         self.thread.join().unwrap()
     }
 
-    fn stop(self) -> Pair<OwnedFd> {
+    fn stop(self) -> RedirectedPair<OwnedFd> {
         self.stop.store(true, Ordering::Release);
         let (pair, result) = self.finish();
         result.unwrap();
@@ -120,15 +120,15 @@ impl Relay {
 }
 
 /// One turn each way, and a wait; whether both have ended.
-fn step(pair: &mut Pair<OwnedFd>, scratch: &mut [u8]) -> Result<bool, TurnError> {
+fn step(pair: &mut RedirectedPair<OwnedFd>, scratch: &mut [u8]) -> Result<bool, TurnError> {
     let turns = [pair.turn(Side::A, scratch)?, pair.turn(Side::B, scratch)?];
-    if turns.iter().all(|turn| turn.state == State::Ended) {
+    if turns.iter().all(|turn| turn.state == RedirectState::Ended) {
         return Ok(true);
     }
     let again = turns.iter().filter_map(|turn| turn.again).min();
     let again = again.unwrap_or(Duration::from_millis(20));
     // An end of a stream stays readable while the other direction goes on: wait for time only.
-    let ended = turns.map(|turn| turn.state == State::Ended);
+    let ended = turns.map(|turn| turn.state == RedirectState::Ended);
     let events = [PollFlags::RDHUP | PollFlags::IN; 2];
     let mut sockets: Vec<_> = [Side::A, Side::B]
         .into_iter()

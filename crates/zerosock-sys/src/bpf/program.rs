@@ -47,7 +47,7 @@ pub struct VerdictMaps<'a> {
 
 /// How a program finds out at which socket a packet has arrived.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Source {
+pub enum ArrivalSocket {
     /// By asking the kernel: for sockets of all families but Unix. A packet of a Unix socket belongs
     /// to its sender, so that the kernel gives the wrong cookie.
     Any,
@@ -60,7 +60,7 @@ impl Program {
     ///
     /// # Errors
     /// See [`BpfError`].
-    pub fn load(maps: VerdictMaps<'_>, source: Source) -> Result<Program, BpfError> {
+    pub fn load(maps: VerdictMaps<'_>, source: ArrivalSocket) -> Result<Program, BpfError> {
         const WHAT: &str = "the verdict program";
         let code = verdict(maps, source);
         let loaded = calls::load(ProgramKind::Verdict, &code, c"Dual MIT/GPL");
@@ -105,12 +105,12 @@ enum Label {
 }
 
 /// The instructions of the program.
-fn verdict(maps: VerdictMaps<'_>, source: Source) -> Vec<Instruction> {
+fn verdict(maps: VerdictMaps<'_>, source: ArrivalSocket) -> Vec<Instruction> {
     let mut code = Assembler::new();
     code.copy(PACKET, R1);
     match source {
-        Source::Any => code.call(GET_SOCKET_COOKIE),
-        Source::Only(cookie) => code.constant(R0, cookie),
+        ArrivalSocket::Any => code.call(GET_SOCKET_COOKIE),
+        ArrivalSocket::Only(cookie) => code.constant(R0, cookie),
     }
     code.copy(COOKIE, R0);
     code.store(STACK, COOKIE_AT, COOKIE);

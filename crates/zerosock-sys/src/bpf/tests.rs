@@ -49,8 +49,8 @@ impl Maps {
 #[test]
 fn verifier_accepts_both_programs() {
     let maps = or_skip!(Maps::create(4));
-    Program::load(maps.verdict(), Source::Any).unwrap();
-    Program::load(maps.verdict(), Source::Only(u64::MAX)).unwrap();
+    Program::load(maps.verdict(), ArrivalSocket::Any).unwrap();
+    Program::load(maps.verdict(), ArrivalSocket::Only(u64::MAX)).unwrap();
 }
 
 #[test]
@@ -122,7 +122,7 @@ fn slots_are_shared_with_the_kernel() {
 #[test]
 fn capabilities_are_needed_for_set_up_only() {
     let maps = or_skip!(Maps::create(2));
-    let program = or_skip!(Program::load(maps.verdict(), Source::Any));
+    let program = or_skip!(Program::load(maps.verdict(), ArrivalSocket::Any));
     let sources = or_skip!(Sources::create(2, program));
     std::thread::spawn(move || {
         drop_bpf_capabilities().unwrap();

@@ -7,7 +7,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
 /// The address of an Internet or Unix socket, or none.
 #[derive(Clone, Copy)]
-pub struct Address {
+pub struct KernelAddress {
     pub(super) storage: Storage,
     pub(super) length: libc::socklen_t,
 }
@@ -21,9 +21,9 @@ pub(super) const STORAGE: usize = 112;
 const _: () = assert!(STORAGE >= size_of::<libc::sockaddr_un>());
 const _: () = assert!(STORAGE >= size_of::<libc::sockaddr_in6>());
 
-impl Address {
+impl KernelAddress {
     /// No address: an unnamed socket.
-    pub const NONE: Address = Address {
+    pub const NONE: KernelAddress = KernelAddress {
         storage: Storage([0; STORAGE]),
         length: 0,
     };
@@ -63,27 +63,27 @@ impl Address {
     }
 }
 
-impl PartialEq for Address {
-    fn eq(&self, other: &Address) -> bool {
+impl PartialEq for KernelAddress {
+    fn eq(&self, other: &KernelAddress) -> bool {
         self.bytes() == other.bytes()
     }
 }
 
-impl Eq for Address {}
+impl Eq for KernelAddress {}
 
-impl Hash for Address {
+impl Hash for KernelAddress {
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.bytes().hash(state);
     }
 }
 
-impl fmt::Debug for Address {
+impl fmt::Debug for KernelAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-impl fmt::Display for Address {
+impl fmt::Display for KernelAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(address) = self.ip() {
             return address.fmt(f);

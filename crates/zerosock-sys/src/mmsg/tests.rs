@@ -59,7 +59,7 @@ fn a_run_of_messages_is_sent_on_with_their_bounds() {
 fn send_segments(sender: &UdpSocket, size: usize, bytes: &[u8]) {
     let mut packet = Batch::new(1, 1 << 16);
     packet.memory[..bytes.len()].copy_from_slice(bytes);
-    packet.sources.push(Address::NONE);
+    packet.sources.push(KernelAddress::NONE);
     packet.note(0, bytes.len(), Some(size), false);
     let count = packet.len();
     assert_eq!(

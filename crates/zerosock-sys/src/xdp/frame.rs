@@ -5,16 +5,16 @@ pub const MAX_PARTS: usize = 18;
 
 /// The descriptors of one frame: ranges of a UMEM, in order.
 #[derive(Copy, Clone, Debug, Default)]
-pub struct Frame {
+pub struct XdpFrame {
     /// Address and length of each, of which the first `count` are valid.
     parts: [(u64, u32); MAX_PARTS],
     count: usize,
 }
 
-impl Frame {
+impl XdpFrame {
     /// A frame in one range.
-    pub fn of_one(addr: u64, len: u32) -> Frame {
-        let mut frame = Frame::default();
+    pub fn of_one(addr: u64, len: u32) -> XdpFrame {
+        let mut frame = XdpFrame::default();
         frame.push(addr, len);
         frame
     }

@@ -21,20 +21,20 @@ const DRIVER: u32 = 1 << 2;
 
 /// Where the program runs.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Attached {
+pub enum AttachMode {
     /// In the driver of the interface.
     Driver,
     /// In the stack of the kernel, behind the driver (`generic`), for interfaces of any kind.
     Generic,
 }
 
-/// How an [`Interface`] is opened.
+/// How an [`XdpInterface`] is opened.
 #[derive(Copy, Clone, Debug, Default)]
-pub struct Options {
+pub struct InterfaceOptions {
     /// What becomes of long frames.
     pub long_frames: LongFrames,
     /// Where the program has to run; `None`: in the driver if it can.
-    pub attach: Option<Attached>,
+    pub attach: Option<AttachMode>,
     /// Never asks the driver to read and write the memory of sockets itself (XDP_ZEROCOPY).
     pub copy: bool,
 }
@@ -42,10 +42,10 @@ pub struct Options {
 /// A network interface with the program attached. The kernel detaches it when this is dropped, or when the
 /// process ends. Several sockets of this process, one for each queue, share it.
 #[derive(Debug)]
-pub struct Interface {
+pub struct XdpInterface {
     name: InterfaceName,
     index: u32,
-    attached: Attached,
+    attached: AttachMode,
     copy: bool,
     sockets: Sockets,
     long_frames: SharedArray<AtomicU64>,
@@ -53,12 +53,12 @@ pub struct Interface {
     _link: OwnedFd,
 }
 
-impl Interface {
+impl XdpInterface {
     /// Loads the program and attaches it.
     ///
     /// # Errors
     /// See [`XdpError`]. Needs CAP_BPF and CAP_NET_ADMIN.
-    pub fn open(name: &InterfaceName, options: Options) -> Result<Interface, XdpError> {
+    pub fn open(name: &InterfaceName, options: InterfaceOptions) -> Result<XdpInterface, XdpError> {
         let index = name.index().map_err(|error| match error.raw_os_error() {
             Some(libc::ENODEV) => XdpError::NoInterface,
             _ => XdpError::system("cannot find the interface", error),
@@ -69,22 +69,22 @@ impl Interface {
         let program = program::load(&sockets, &long_frames, options.long_frames)?;
         let attach = |place| {
             let flags = match place {
-                Attached::Driver => DRIVER,
-                Attached::Generic => GENERIC,
+                AttachMode::Driver => DRIVER,
+                AttachMode::Generic => GENERIC,
             };
             calls::attach_xdp(program.as_fd(), index, flags).map(|link| (link, place))
         };
         let result = match options.attach {
             Some(place) => attach(place),
             // A driver refuses for reasons of its own, such as its MTU: no error tells them from others.
-            None => attach(Attached::Driver).or_else(|_| attach(Attached::Generic)),
+            None => attach(AttachMode::Driver).or_else(|_| attach(AttachMode::Generic)),
         };
         let (link, attached) = result.map_err(|error| match error.raw_os_error() {
             Some(libc::EBUSY | libc::EEXIST) => XdpError::Attached,
             Some(libc::ENODEV) => XdpError::NoInterface,
             _ => XdpError::Attach(error),
         })?;
-        Ok(Interface {
+        Ok(XdpInterface {
             name: *name,
             index,
             attached,
@@ -101,7 +101,7 @@ impl Interface {
     }
 
     /// Where the program runs.
-    pub fn attached(&self) -> Attached {
+    pub fn attached(&self) -> AttachMode {
         self.attached
     }
 

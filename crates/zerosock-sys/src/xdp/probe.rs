@@ -6,7 +6,7 @@
 
 use zerosock_ring::GuestSlice;
 
-use super::socket::Received;
+use super::socket::ReceivedChunk;
 use super::umem::{MARGIN, Umem};
 use super::{CHUNK, FRAME_OFFSET, MAX_FRAME};
 
@@ -61,7 +61,7 @@ impl Probe {
     }
 
     /// Looks at a frame that was received in a chunk of its own, before the chunk is used again.
-    pub fn examine(&mut self, umem: &Umem, frame: &Received) {
+    pub fn examine(&mut self, umem: &Umem, frame: &ReceivedChunk) {
         if self.verdict == Verdict::Copy || self.chunks.binary_search(&frame.chunk).is_err() {
             return;
         }

@@ -12,10 +12,10 @@ use rustix::net::xdp::{
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, socket_with};
 
 use super::error::{XdpError, check_limit};
-use super::interface::Interface;
+use super::interface::XdpInterface;
 use super::ring::{Consumer, Producer, RingSizes, Rings};
 use super::sent::Sent;
-use super::socket::Socket;
+use super::socket::XdpSocket;
 use super::umem::Umem;
 use super::{CHUNK, HEADROOM};
 
@@ -99,10 +99,10 @@ impl Registered {
     /// [`XdpError::Busy`], [`XdpError::NoQueue`], [`XdpError::Down`] and others.
     pub fn bind(
         self,
-        interface: &Interface,
+        interface: &XdpInterface,
         queue: u32,
         patience: Duration,
-    ) -> Result<Socket, XdpError> {
+    ) -> Result<XdpSocket, XdpError> {
         let end = Instant::now() + patience;
         let (zero_copy, segments) = loop {
             match self.try_bind(interface, queue) {
@@ -112,7 +112,7 @@ impl Registered {
         };
         let redirected = interface.sockets().insert(queue, self.socket.as_fd());
         redirected.map_err(|error| XdpError::system("cannot redirect frames", error))?;
-        Ok(Socket {
+        Ok(XdpSocket {
             rings: self.rings,
             socket: self.socket,
             umem: self.umem,
@@ -125,7 +125,7 @@ impl Registered {
     }
 
     /// Whether the driver uses the memory itself, and frames can have several descriptors.
-    fn try_bind(&self, interface: &Interface, queue: u32) -> Result<(bool, bool), Errno> {
+    fn try_bind(&self, interface: &XdpInterface, queue: u32) -> Result<(bool, bool), Errno> {
         use SocketAddrXdpFlags as Flags;
         // How many descriptors a driver takes is not known, so a frame has one. Linux before 6.6 has no
         // XDP_USE_SG.

@@ -13,7 +13,7 @@ use zerosock_ring::Piece;
 
 use super::CHUNK;
 use super::error::XdpError;
-use super::frame::Frame;
+use super::frame::XdpFrame;
 use super::program::Sockets;
 use super::ring::Rings;
 use super::sent::Sent;
@@ -25,8 +25,8 @@ const SENT_BY_ONE_CALL: usize = 32;
 
 /// A frame that was received.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Received {
-    /// Address of its chunk, as it was given to [`Socket::post`].
+pub struct ReceivedChunk {
+    /// Address of its chunk, as it was given to [`XdpSocket::post`].
     pub chunk: u64,
     /// Where the frame is, in bytes from there.
     pub offset: u32,
@@ -37,7 +37,7 @@ pub struct Received {
 /// Why a frame was not sent.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum SendError {
-    /// The ring is full. Frames complete, after [`Socket::wake`].
+    /// The ring is full. Frames complete, after [`XdpSocket::wake`].
     Full,
     /// It lies outside the memory, has no bytes, or has more or longer parts than the socket takes.
     Invalid,
@@ -52,7 +52,7 @@ pub enum SendError {
 /// End it by [`close`](Self::close). Dropping it works as well, but waits for the kernel, for some ten
 /// milliseconds.
 #[derive(Debug)]
-pub struct Socket {
+pub struct XdpSocket {
     // The order of drops: the kernel keeps a socket as long as its rings are mapped.
     pub(super) rings: Rings,
     pub(super) socket: OwnedFd,
@@ -65,7 +65,7 @@ pub struct Socket {
     pub(super) segments: bool,
 }
 
-impl Socket {
+impl XdpSocket {
     /// The memory.
     pub fn umem(&self) -> &Umem {
         &self.umem
@@ -108,7 +108,7 @@ impl Socket {
     ///
     /// # Errors
     /// The kernel has returned a descriptor that cannot be: the socket is of no use any more.
-    pub fn receive(&mut self) -> Result<Option<Received>, XdpError> {
+    pub fn receive(&mut self) -> Result<Option<ReceivedChunk>, XdpError> {
         let Some([addr, rest]) = self.rings.receive.pop() else {
             return Ok(None);
         };
@@ -120,13 +120,13 @@ impl Socket {
             let error = io::Error::from(io::ErrorKind::InvalidData);
             return Err(XdpError::system("bad descriptor of the kernel", error));
         }
-        Ok(Some(Received { chunk, offset, len }))
+        Ok(Some(ReceivedChunk { chunk, offset, len }))
     }
 
     /// The frame that consists of the pieces without their first `skip` bytes; None if it has more parts than
     /// the socket takes, or no bytes.
-    pub fn frame_of(&self, pieces: &[Piece], mut skip: usize) -> Option<Frame> {
-        let mut frame = Frame::default();
+    pub fn frame_of(&self, pieces: &[Piece], mut skip: usize) -> Option<XdpFrame> {
+        let mut frame = XdpFrame::default();
         for piece in pieces {
             let mut rest = piece.part(skip, usize::MAX);
             skip -= piece.len() - rest.len();
@@ -153,7 +153,7 @@ impl Socket {
     ///
     /// # Errors
     /// See [`SendError`].
-    pub fn send(&mut self, frame: &Frame) -> Result<(), SendError> {
+    pub fn send(&mut self, frame: &XdpFrame) -> Result<(), SendError> {
         let parts = frame.parts();
         let valid =
             |&(addr, len): &(u64, u32)| (1..=CHUNK).contains(&len) && self.umem.contains(addr, len);
@@ -267,7 +267,7 @@ impl Socket {
     }
 }
 
-impl AsFd for Socket {
+impl AsFd for XdpSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }

@@ -8,7 +8,8 @@ use rustix::net::{SendFlags, send};
 use zerosock_sys::bpf::drop_bpf_capabilities;
 use zerosock_sys::network;
 use zerosock_sys::xdp::{
-    Attached, Frame, Interface, LinkWatch, Options, Registered, Socket, Task, Umem, XdpError,
+    AttachMode, InterfaceOptions, LinkWatch, Registered, Task, Umem, XdpError, XdpFrame,
+    XdpInterface, XdpSocket,
 };
 
 use super::support::{
@@ -20,7 +21,7 @@ fn registered() -> Registered {
     Registered::create(Umem::map(None, 64).unwrap(), SIZES).unwrap()
 }
 
-fn post(socket: &mut Socket, chunks: usize) {
+fn post(socket: &mut XdpSocket, chunks: usize) {
     for _ in 0..chunks {
         let chunk = socket.umem_mut().take_chunk().unwrap();
         assert!(socket.post(chunk));
@@ -84,9 +85,9 @@ fn memory_of_a_closed_socket_is_not_written() {
 #[test]
 fn two_queues_have_sockets_of_their_own() {
     isolated_with(2, "two_queues_have_sockets_of_their_own", || {
-        let link = Link::open(Options::default());
-        assert_eq!(link.interface.attached(), Attached::Driver);
-        let mut sockets: Vec<Socket> = (0..2)
+        let link = Link::open(InterfaceOptions::default());
+        assert_eq!(link.interface.attached(), AttachMode::Driver);
+        let mut sockets: Vec<XdpSocket> = (0..2)
             .map(|queue| {
                 let mut socket = registered().bind(&link.interface, queue, DEADLINE).unwrap();
                 assert_eq!(socket.queue(), queue);
@@ -135,7 +136,7 @@ fn removed_interface_is_reported() {
         assert!(watch.changed() && !watch.changed());
         assert!(!link.interface.is_present());
         assert!(matches!(socket.check(), Err(XdpError::InterfaceRemoved)));
-        socket.send(&Frame::of_one(0, 100)).unwrap();
+        socket.send(&XdpFrame::of_one(0, 100)).unwrap();
         let error = socket.wake();
         assert!(
             matches!(error, Err(XdpError::InterfaceRemoved)),
@@ -146,7 +147,7 @@ fn removed_interface_is_reported() {
             matches!(error, Err(XdpError::InterfaceRemoved)),
             "{error:?}"
         );
-        let error = Interface::open(&name("near"), Options::default());
+        let error = XdpInterface::open(&name("near"), InterfaceOptions::default());
         assert!(matches!(error, Err(XdpError::NoInterface)), "{error:?}");
     });
 }
@@ -160,7 +161,7 @@ fn frames_wait_while_the_interface_is_down() {
         name("near").bring_down().unwrap();
         let sent = frame(100, 1);
         guest.write(0, &sent);
-        socket.send(&Frame::of_one(0, 100)).unwrap();
+        socket.send(&XdpFrame::of_one(0, 100)).unwrap();
         let error = socket.wake();
         assert!(matches!(error, Err(XdpError::Down)), "{error:?}");
         assert_eq!(socket.completed(), 0);
@@ -177,22 +178,22 @@ fn frames_wait_while_the_interface_is_down() {
 #[test]
 fn program_is_detached_with_its_interface() {
     isolated("program_is_detached_with_its_interface", || {
-        let first = Interface::open(&name("near"), Options::default()).unwrap();
-        assert_eq!(first.attached(), Attached::Driver);
-        let error = Interface::open(&name("near"), Options::default());
+        let first = XdpInterface::open(&name("near"), InterfaceOptions::default()).unwrap();
+        assert_eq!(first.attached(), AttachMode::Driver);
+        let error = XdpInterface::open(&name("near"), InterfaceOptions::default());
         assert!(matches!(error, Err(XdpError::Attached)), "{error:?}");
         drop(first);
-        let generic = Options {
-            attach: Some(Attached::Generic),
-            ..Options::default()
+        let generic = InterfaceOptions {
+            attach: Some(AttachMode::Generic),
+            ..InterfaceOptions::default()
         };
         let second = open_near(generic).unwrap();
-        assert_eq!(second.attached(), Attached::Generic);
+        assert_eq!(second.attached(), AttachMode::Generic);
         drop(second);
         // A driver that refuses: the frames of the other end would be too long.
         super::support::ip("link set far mtu 9000");
-        let third = open_near(Options::default()).unwrap();
-        assert_eq!(third.attached(), Attached::Generic);
+        let third = open_near(InterfaceOptions::default()).unwrap();
+        assert_eq!(third.attached(), AttachMode::Generic);
     });
 }
 
@@ -200,9 +201,9 @@ fn program_is_detached_with_its_interface() {
 #[test]
 fn sockets_need_no_capability_of_bpf() {
     isolated("sockets_need_no_capability_of_bpf", || {
-        let link = Link::open(Options::default());
+        let link = Link::open(InterfaceOptions::default());
         drop_bpf_capabilities().unwrap();
-        let error = Interface::open(&name("far"), Options::default()).unwrap_err();
+        let error = XdpInterface::open(&name("far"), InterfaceOptions::default()).unwrap_err();
         assert!(error.to_string().contains("CAP_BPF"), "{error}");
         let mut socket = link.bind(Umem::map(None, 8).unwrap());
         post(&mut socket, 1);
@@ -214,7 +215,7 @@ fn sockets_need_no_capability_of_bpf() {
 #[test]
 fn memory_is_registered_while_frames_are_received() {
     isolated("memory_is_registered_while_frames_are_received", || {
-        let link = Link::open(Options::default());
+        let link = Link::open(InterfaceOptions::default());
         let mut socket = link.bind(Umem::map(None, 64).unwrap());
         let guest = Guest::new(&[64 << 20]);
         let umem = guest.umem(64);
@@ -246,7 +247,7 @@ fn memory_is_registered_while_frames_are_received() {
 #[test]
 fn socket_moves_to_another_thread() {
     isolated("socket_moves_to_another_thread", || {
-        let link = Link::open(Options::default());
+        let link = Link::open(InterfaceOptions::default());
         let mut socket = link.bind(Umem::map(None, 8).unwrap());
         let thread = thread::spawn(move || {
             post(&mut socket, 1);

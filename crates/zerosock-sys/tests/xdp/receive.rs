@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use zerosock_sys::xdp::{
-    FRAME_OFFSET, LongFrames, MAX_FRAME, Options, PROBES, Probe, Registered, Umem, Verdict,
+    FRAME_OFFSET, InterfaceOptions, LongFrames, MAX_FRAME, PROBES, Probe, Registered, Umem, Verdict,
 };
 
 use super::support::{
@@ -110,13 +110,13 @@ fn long_frames_are_passed_to_the_stack_or_dropped_and_counted() {
     }
 }
 
-fn isolated_each_with(long_frames: LongFrames, test: fn(Options)) {
-    use zerosock_sys::xdp::Attached;
-    for attach in [Attached::Driver, Attached::Generic] {
-        let options = Options {
+fn isolated_each_with(long_frames: LongFrames, test: fn(InterfaceOptions)) {
+    use zerosock_sys::xdp::AttachMode;
+    for attach in [AttachMode::Driver, AttachMode::Generic] {
+        let options = InterfaceOptions {
             long_frames,
             attach: Some(attach),
-            ..Options::default()
+            ..InterfaceOptions::default()
         };
         isolated(
             "long_frames_are_passed_to_the_stack_or_dropped",
@@ -180,7 +180,7 @@ fn frames_without_a_chunk_are_dropped_and_counted_by_the_kernel() {
 #[test]
 fn chunks_outside_the_memory_are_refused() {
     isolated("chunks_outside_the_memory_are_refused", || {
-        let link = Link::open(Options::default());
+        let link = Link::open(InterfaceOptions::default());
         let guest = Guest::small();
         let mut socket = link.bind(guest.umem(0));
         let size = socket.umem().locked();
@@ -233,7 +233,7 @@ fn probe_finds_that_frames_can_be_received_in_place() {
 fn probe_of_a_driver_that_writes_memory_itself_waits_for_a_long_frame() {
     let mut umem = Umem::map(None, 40).unwrap();
     let mut probe = Probe::new(&umem, true);
-    let mut received = zerosock_sys::xdp::Received {
+    let mut received = zerosock_sys::xdp::ReceivedChunk {
         chunk: umem.take_chunk().unwrap(),
         offset: FRAME_OFFSET,
         len: 100,

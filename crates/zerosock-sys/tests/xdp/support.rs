@@ -15,7 +15,8 @@ use zerosock_sys::memfd;
 use zerosock_sys::network;
 use zerosock_sys::tun::InterfaceName;
 use zerosock_sys::xdp::{
-    Attached, Interface, Options, Received, Registered, RingSizes, Socket, Umem, XdpError,
+    AttachMode, InterfaceOptions, ReceivedChunk, Registered, RingSizes, Umem, XdpError,
+    XdpInterface, XdpSocket,
 };
 
 /// Longer than anything takes on a slow machine.
@@ -76,7 +77,7 @@ pub(crate) fn isolated_with(queues: u32, test_name: &str, test: impl FnOnce() + 
         }
         name("near").bring_up().unwrap();
         name("far").bring_up().unwrap();
-        match open_near(Options::default()) {
+        match open_near(InterfaceOptions::default()) {
             Err(XdpError::Program(
                 error @ (BpfError::Denied { .. } | BpfError::NotSupported { .. }),
             )) => println!("SKIPPED {test_name}: {error}"),
@@ -99,10 +100,10 @@ pub(crate) fn isolated_with(queues: u32, test_name: &str, test: impl FnOnce() + 
 
 /// Opens `near`. A program that another test starts holds a copy of each descriptor until it is executed,
 /// and so the program of an interface that was closed here can still be attached.
-pub(crate) fn open_near(options: Options) -> Result<Interface, XdpError> {
+pub(crate) fn open_near(options: InterfaceOptions) -> Result<XdpInterface, XdpError> {
     let end = Instant::now() + DEADLINE;
     loop {
-        match Interface::open(&name("near"), options) {
+        match XdpInterface::open(&name("near"), options) {
             Err(XdpError::Attached) if Instant::now() < end => {
                 thread::sleep(Duration::from_millis(1));
             }
@@ -112,12 +113,12 @@ pub(crate) fn open_near(options: Options) -> Result<Interface, XdpError> {
 }
 
 /// As [`isolated`], once for each place where the program can run.
-pub(crate) fn isolated_each(test_name: &str, test: fn(Options)) {
-    for attach in [Attached::Driver, Attached::Generic] {
+pub(crate) fn isolated_each(test_name: &str, test: fn(InterfaceOptions)) {
+    for attach in [AttachMode::Driver, AttachMode::Generic] {
         isolated(test_name, move || {
-            test(Options {
+            test(InterfaceOptions {
                 attach: Some(attach),
-                ..Options::default()
+                ..InterfaceOptions::default()
             });
         });
     }
@@ -125,12 +126,12 @@ pub(crate) fn isolated_each(test_name: &str, test: fn(Options)) {
 
 /// The interface with the program, and the other end.
 pub(crate) struct Link {
-    pub(crate) interface: Interface,
+    pub(crate) interface: XdpInterface,
     pub(crate) far: OwnedFd,
 }
 
 impl Link {
-    pub(crate) fn open(options: Options) -> Link {
+    pub(crate) fn open(options: InterfaceOptions) -> Link {
         Link {
             interface: open_near(options).unwrap(),
             far: listen("far"),
@@ -138,7 +139,7 @@ impl Link {
     }
 
     /// A socket on queue 0.
-    pub(crate) fn bind(&self, umem: Umem) -> Socket {
+    pub(crate) fn bind(&self, umem: Umem) -> XdpSocket {
         let registered = Registered::create(umem, SIZES).unwrap();
         registered.bind(&self.interface, 0, DEADLINE).unwrap()
     }
@@ -182,7 +183,7 @@ pub(crate) fn frame(len: usize, mark: u8) -> Vec<u8> {
 
 /// Waits until the socket has a frame.
 #[track_caller]
-pub(crate) fn take(socket: &mut Socket) -> Received {
+pub(crate) fn take(socket: &mut XdpSocket) -> ReceivedChunk {
     let end = Instant::now() + DEADLINE;
     loop {
         if let Some(received) = socket.receive().unwrap() {

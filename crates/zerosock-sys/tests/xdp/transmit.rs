@@ -1,12 +1,14 @@
 //! Frames sent from guest memory.
 
-use zerosock_sys::xdp::{Attached, CHUNK, Frame, MAX_PARTS, Options, SendError, Socket, Umem};
+use zerosock_sys::xdp::{
+    AttachMode, CHUNK, InterfaceOptions, MAX_PARTS, SendError, Umem, XdpFrame, XdpSocket,
+};
 
 use super::support::{APART, Guest, Link, SIZES, frame, ip, isolated, isolated_each, wait_until};
 
 /// Has the kernel send, and waits until `frames` are completed.
 #[track_caller]
-fn complete(socket: &mut Socket, frames: usize) {
+fn complete(socket: &mut XdpSocket, frames: usize) {
     let mut done = 0;
     wait_until("completion", || {
         socket.wake().unwrap();
@@ -40,7 +42,7 @@ fn frames_of_all_lengths_are_sent_from_any_address() {
 #[test]
 fn parts_are_joined_and_the_header_left_out() {
     isolated("parts_are_joined_and_the_header_left_out", || {
-        let link = Link::open(Options::default());
+        let link = Link::open(InterfaceOptions::default());
         let guest = Guest::small();
         let mut socket = link.bind(guest.umem(0));
         let sent = frame(1000, 9);
@@ -69,9 +71,9 @@ fn large_frames_have_up_to_eighteen_parts() {
     isolated("large_frames_have_up_to_eighteen_parts", || {
         ip("link set near mtu 9000");
         ip("link set far mtu 9000");
-        let link = Link::open(Options {
-            attach: Some(Attached::Generic),
-            ..Options::default()
+        let link = Link::open(InterfaceOptions {
+            attach: Some(AttachMode::Generic),
+            ..InterfaceOptions::default()
         });
         let guest = Guest::small();
         let mut socket = link.bind(guest.umem(0));
@@ -110,21 +112,21 @@ fn large_frames_have_up_to_eighteen_parts() {
 #[test]
 fn frames_that_the_kernel_would_lose_are_refused() {
     isolated("frames_that_the_kernel_would_lose_are_refused", || {
-        let link = Link::open(Options::default());
+        let link = Link::open(InterfaceOptions::default());
         let guest = Guest::small();
         let mut socket = link.bind(guest.umem(0));
         let size = socket.umem().locked();
         let refused = [
-            Frame::default(),
-            Frame::of_one(0, 0),
-            Frame::of_one(0, CHUNK + 1),
-            Frame::of_one(size - 99, 100),
-            Frame::of_one(u64::MAX, 100),
+            XdpFrame::default(),
+            XdpFrame::of_one(0, 0),
+            XdpFrame::of_one(0, CHUNK + 1),
+            XdpFrame::of_one(size - 99, 100),
+            XdpFrame::of_one(u64::MAX, 100),
         ];
         for frame in refused {
             assert_eq!(socket.send(&frame), Err(SendError::Invalid), "{frame:?}");
         }
-        let good = Frame::of_one(size - 100, 100);
+        let good = XdpFrame::of_one(size - 100, 100);
         for _ in 0..SIZES.transmit {
             socket.send(&good).unwrap();
         }
@@ -138,7 +140,7 @@ fn frames_that_the_kernel_would_lose_are_refused() {
 #[test]
 fn private_chunks_are_sent_beside_the_guests_memory() {
     isolated("private_chunks_are_sent", || {
-        let link = Link::open(Options::default());
+        let link = Link::open(InterfaceOptions::default());
         let guest = Guest::small();
         for umem in [guest.umem(4), Umem::map(None, 4).unwrap()] {
             let mut socket = link.bind(umem);
@@ -147,7 +149,7 @@ fn private_chunks_are_sent_beside_the_guests_memory() {
             assert!(socket.umem().is_private(chunk));
             let memory = socket.umem().private(chunk, sent.len()).unwrap();
             assert_eq!(memory.write(0, &sent), sent.len());
-            socket.send(&Frame::of_one(chunk, 1514)).unwrap();
+            socket.send(&XdpFrame::of_one(chunk, 1514)).unwrap();
             complete(&mut socket, 1);
             assert_eq!(link.receive(), sent);
         }

@@ -20,7 +20,9 @@ use super::calls::{self, Made};
 use super::owned;
 use super::stream::{self, elapsed, errno_name};
 use crate::calls::Call;
-use crate::protocol::{Command, FromGuest, How, Outcome, Request, Socket, SocketOption};
+use crate::protocol::{
+    Command, FromGuest, Outcome, Request, ShutdownDirection, Socket, SocketOption,
+};
 
 /// Longer than the kernel's own 2 s, so that the error comes from the kernel.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -159,9 +161,9 @@ impl Agent {
             }
             Command::Shutdown { socket, how } => {
                 let how = match how {
-                    How::Receive => Shutdown::Read,
-                    How::Send => Shutdown::Write,
-                    How::Both => Shutdown::Both,
+                    ShutdownDirection::Receive => Shutdown::Read,
+                    ShutdownDirection::Send => Shutdown::Write,
+                    ShutdownDirection::Both => Shutdown::Both,
                 };
                 Ok(done(
                     rustix::net::shutdown(&*self.socket(socket)?, how).map_err(Into::into),

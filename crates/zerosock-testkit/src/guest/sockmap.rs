@@ -19,7 +19,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{Shutdown, shutdown};
 use sha2::{Digest, Sha256};
 use zerosock_cli::vm::pattern::{Pattern, hex};
-use zerosock_relay::sockmap::{Counters, Directions, Pair, RelayMap, SCRATCH, Side, State};
+use zerosock_relay::sockmap::{
+    DirectionCounters, Directions, RedirectState, RedirectedPair, RelayMap, SCRATCH, Side,
+};
 use zerosock_sys::vsock;
 
 use crate::datagrams::foreign_bytes;
@@ -106,7 +108,7 @@ pub(super) struct Options {
 /// What the relay did.
 #[derive(Default)]
 struct Relayed {
-    counters: Counters,
+    counters: DirectionCounters,
     /// The way that `zerosock relay` says it took.
     way: Option<String>,
 }
@@ -308,13 +310,13 @@ fn relay(options: &Options) -> io::Result<(Client, Relay)> {
 }
 
 /// Drives the pair until its one direction has ended.
-fn redirect(mut pair: Pair<OwnedFd>, kind: Kind) -> io::Result<Relayed> {
+fn redirect(mut pair: RedirectedPair<OwnedFd>, kind: Kind) -> io::Result<Relayed> {
     let mut scratch = vec![0; SCRATCH];
     let mut seen = (0, Instant::now());
     loop {
         let turn = pair.turn(Side::A, &mut scratch).map_err(io::Error::other)?;
         let counters = pair.counters(Side::A);
-        if turn.state == State::Ended {
+        if turn.state == RedirectState::Ended {
             return Ok(Relayed {
                 counters,
                 way: None,
@@ -335,9 +337,9 @@ fn redirect(mut pair: Pair<OwnedFd>, kind: Kind) -> io::Result<Relayed> {
         let again = Timespec::try_from(again).map_err(io::Error::other)?;
         let events = match turn.state {
             // An end that waits stays readable.
-            State::Waiting => PollFlags::empty(),
-            State::Idle => PollFlags::IN | PollFlags::RDHUP,
-            State::Redirecting | State::Ended => PollFlags::RDHUP,
+            RedirectState::Waiting => PollFlags::empty(),
+            RedirectState::Idle => PollFlags::IN | PollFlags::RDHUP,
+            RedirectState::Redirecting | RedirectState::Ended => PollFlags::RDHUP,
         };
         let mut sockets = [PollFd::new(pair.socket(Side::A), events)];
         poll(&mut sockets, Some(&again))?;

@@ -4,7 +4,7 @@ use std::thread;
 use std::time::Duration;
 
 use zerosock_testkit::calls::Setting;
-use zerosock_testkit::protocol::How;
+use zerosock_testkit::protocol::ShutdownDirection;
 
 use super::side::{BEFORE_CLOSING_TIMES_OUT, End, Expect, Pair, STEP, Skip, Verdict};
 
@@ -35,7 +35,7 @@ pub(crate) fn shut_sending(pair: &Pair) -> Verdict {
     let (client, served) = pair.connected();
     for (one, other) in [(&client, &served), (&served, &client)] {
         one.send(2, 1000).ok();
-        one.shut(How::Send).ok();
+        one.shut(ShutdownDirection::Send).ok();
         one.send(0, 1).fails("EPIPE");
         other.receive_all(1000).is_pattern(2, 1000);
         other.receive(1).is(&[]);
@@ -47,7 +47,7 @@ pub(crate) fn shut_receiving(pair: &Pair) -> Verdict {
     let (client, served) = pair.connected();
     served.send(2, 100).ok();
     assert!(client.poll(STEP), "nothing has come");
-    client.shut(How::Receive).ok();
+    client.shut(ShutdownDirection::Receive).ok();
     // At once, although there are unread bytes.
     assert!(client.poll(STEP), "the end is readable");
     client.receive(1).is(&[]);

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use zerosock_cli::vm::pattern::Pattern;
 use zerosock_testkit::calls::{Call, Kind, RecvFlags, Setting};
-use zerosock_testkit::protocol::{How, Outcome};
+use zerosock_testkit::protocol::{Outcome, ShutdownDirection};
 
 use super::buffers::{SMALL, lag};
 use super::side::{End, Expect, Pair, STEP, Skip, Verdict, port};
@@ -166,7 +166,7 @@ pub(crate) fn records_end(pair: &Pair) -> Verdict {
     }
     let (client, served) = connected(pair)?;
     client.send(2, 100).ok();
-    client.shut(How::Send).ok();
+    client.shut(ShutdownDirection::Send).ok();
     client.send(0, 1).fails("EPIPE");
     served.receive(200).is_pattern(2, 100);
     served.receive(1).is(&[]);

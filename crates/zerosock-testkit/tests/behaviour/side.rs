@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use zerosock_cli::vm::pattern::{Pattern, sha256};
 use zerosock_testkit::calls::{Call, Kind, Number, RecvFlags, Setting};
-use zerosock_testkit::protocol::{Command, How, Outcome, Socket, Source};
+use zerosock_testkit::protocol::{Command, Outcome, ShutdownDirection, Socket, Source};
 use zerosock_testkit::remote;
 
 /// Timeout of each step; generous, because a guest may be emulated on a busy machine.
@@ -326,7 +326,7 @@ impl<'a> End<'a> {
         self.side.run(Command::Poll { socket, timeout_ms }).end
     }
 
-    pub(crate) fn shut(&self, how: How) -> Outcome {
+    pub(crate) fn shut(&self, how: ShutdownDirection) -> Outcome {
         let socket = self.socket;
         self.side.run(Command::Shutdown { socket, how })
     }

@@ -22,7 +22,7 @@ pub(crate) const WITH_PAIRS: &str = "linux_6.12_with_three_queue_pairs::";
 /// Groups that are tested at once, unless `ZEROSOCK_TEST_JOBS` has another number.
 const AT_ONCE: usize = 2;
 
-/// What has become of tests.
+/// The counts and names of tests that passed, failed or were skipped.
 #[derive(Default, Deserialize, Serialize)]
 pub(crate) struct Results {
     pub(crate) passed: usize,

@@ -33,18 +33,30 @@ use crate::{Alone, KERNELS};
 /// All of them.
 pub(crate) const ALL: &[(&str, Alone)] = &[
     ("a_guest_moves_to_another_tap", || {
-        migrate("6.12", "", Lab::tap, |lab| lab.tap("second"), |_| {})
+        migrate(
+            "6.12",
+            "",
+            BridgedNamespace::tap,
+            |lab| lab.tap("second"),
+            |_| {},
+        )
     }),
     // The switch has a second port.
     ("a_guest_moves_to_a_switch_that_announces_it", || {
-        let switch = |lab: &Lab| {
+        let switch = |lab: &BridgedNamespace| {
             let other = lab.path("other").display().to_string();
             lab.serve(
                 "second",
                 &format!("--socket {other} {}", on_bridge("second")),
             )
         };
-        migrate("6.1", ",guest_announce=off", Lab::tap, switch, |_| {})
+        migrate(
+            "6.1",
+            ",guest_announce=off",
+            BridgedNamespace::tap,
+            switch,
+            |_| {},
+        )
     }),
     ("a_guest_moves_between_queues_of_af_xdp", || {
         needs_ethtool()?;
@@ -56,7 +68,13 @@ pub(crate) const ALL: &[(&str, Alone)] = &[
                 assert!(copied < all / 2, "{way}: {copied} of {all} were copied");
             }
         };
-        migrate("6.12", "", Lab::xdp, |lab| lab.xdp("second"), in_place)
+        migrate(
+            "6.12",
+            "",
+            BridgedNamespace::xdp,
+            |lab| lab.xdp("second"),
+            in_place,
+        )
     }),
     ("a_killed_back_end_is_replaced", replace),
 ];
@@ -71,14 +89,14 @@ const CHUNK: usize = 32 << 10;
 const PACE: Duration = Duration::from_millis(4);
 
 /// A network namespace with a bridge, and what guests boot from.
-struct Lab {
+struct BridgedNamespace {
     kernel: Kernel,
     initramfs: PathBuf,
     dir: TempDir,
 }
 
-impl Lab {
-    fn new(release: &str) -> Result<Lab, Skipped> {
+impl BridgedNamespace {
+    fn new(release: &str) -> Result<BridgedNamespace, Skipped> {
         if qemu::version().is_none() {
             return Err(Skipped(qemu::BootError::NoQemu.to_string()));
         }
@@ -99,7 +117,7 @@ impl Lab {
         let agent = agent(qemu::TTY);
         let image = Builder::new(&cache(), &kernel, &guest_program(), &agent, &modules);
         std::fs::write(&initramfs, image.expect("an initramfs").finish()).expect("a file");
-        Ok(Lab {
+        Ok(BridgedNamespace {
             kernel,
             initramfs,
             dir,
@@ -223,7 +241,7 @@ fn on_bridge(name: &str) -> String {
     format!("--tap {name} --bridge {BRIDGE}")
 }
 
-impl Drop for Lab {
+impl Drop for BridgedNamespace {
     fn drop(&mut self) {
         if thread::panicking() {
             for words in ["-tine", "-s link", "neigh"] {
@@ -487,11 +505,11 @@ impl Traffic {
 fn migrate(
     release: &str,
     properties: &str,
-    first: fn(&Lab, &str) -> Daemon,
-    second: fn(&Lab) -> Daemon,
+    first: fn(&BridgedNamespace, &str) -> Daemon,
+    second: fn(&BridgedNamespace) -> Daemon,
     check: fn(&Daemon),
 ) -> Result<(), Skipped> {
-    let lab = Lab::new(release)?;
+    let lab = BridgedNamespace::new(release)?;
     let (first, second) = (first(&lab, "first"), second(&lab));
     let mut source = lab.boot("first", properties);
     let traffic = Traffic::start(&source);
@@ -516,7 +534,7 @@ fn migrate(
 
 /// A back-end is killed under traffic, and another one takes its place.
 fn replace() -> Result<(), Skipped> {
-    let lab = Lab::new("6.12")?;
+    let lab = BridgedNamespace::new("6.12")?;
     let mut daemon = lab.tap("first");
     let guest = lab.boot("first", "");
     let traffic = Traffic::start(&guest);

@@ -18,7 +18,7 @@ use zerosock_cli::vm::kernel::Kernel;
 use zerosock_cli::vm::pattern::{Pattern, sha256};
 use zerosock_testkit::calls::{Call, Kind, RecvFlags};
 use zerosock_testkit::device::{Device, Endpoint};
-use zerosock_testkit::protocol::{Command, How, Socket, Source};
+use zerosock_testkit::protocol::{Command, ShutdownDirection, Socket, Source};
 use zerosock_testkit::remote::agent;
 use zerosock_testkit::uml::{self, Guest};
 
@@ -213,7 +213,7 @@ fn forwarding() -> Result<(), Skipped> {
     let connect = Command::Connect { cid: 2, port: 8080 };
     let socket = remote.socket(connect, STEP).expect("connected");
     send(&guest, socket, 1, QUESTION);
-    let how = How::Send;
+    let how = ShutdownDirection::Send;
     remote
         .run(Command::Shutdown { socket, how }, STEP)
         .expect("shut down");

@@ -29,12 +29,12 @@ const PATIENCE: Duration = Duration::from_secs(1);
 pub(super) const TURN: Duration = Duration::from_millis(20);
 
 /// A failed send that may have taken an id.
-pub(super) struct Doubt {
+pub(super) struct UnresolvedSend {
     pub(super) request: RequestId,
     since: Instant,
 }
 
-impl Doubt {
+impl UnresolvedSend {
     pub(super) fn new(request: RequestId) -> Self {
         let since = Instant::now();
         Self { request, since }

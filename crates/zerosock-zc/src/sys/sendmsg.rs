@@ -17,7 +17,9 @@ use rustix::net::sockopt;
 
 use super::error_queue::{BATCH, ErrorQueue, ReportedRange};
 use super::first_id::{ErrorQueueClaim, has_sent_nothing, probe};
-use super::in_doubt::{Doubt, TURN, has_no_unreported_id, may_have_taken_id, sockopt_is_set};
+use super::in_doubt::{
+    TURN, UnresolvedSend, has_no_unreported_id, may_have_taken_id, sockopt_is_set,
+};
 use super::notification_ids::NotificationIds;
 use super::places::header;
 use super::requests::{GatherRules, NotificationDue};
@@ -41,7 +43,7 @@ pub(super) struct SendmsgBackend {
     unmatched: Vec<ReportedRange>,
     kind: SocketKind,
     /// A send that failed and may have taken the last id of `ids`. All later ones are copied.
-    in_doubt: Option<Doubt>,
+    in_doubt: Option<UnresolvedSend>,
     /// The socket is UDP: a send can fail after it took an id.
     datagrams: bool,
     /// The last send had MSG_MORE.
@@ -140,7 +142,7 @@ impl SendmsgBackend {
                     // An error drops the collected pieces.
                     self.corked = false;
                     self.ids.assign(id);
-                    self.in_doubt = Some(Doubt::new(id));
+                    self.in_doubt = Some(UnresolvedSend::new(id));
                     state.requests.expect_notification(&mut state.places, id);
                     self.resolve_doubt(state);
                 }
@@ -245,7 +247,7 @@ impl SendmsgBackend {
             PollFlags::empty()
         };
         let mut descriptors = [PollFd::new(&state.socket, wanted)];
-        let turn = self.only_doubt_left().map(|_| TURN);
+        let turn = self.only_unresolved_left().map(|_| TURN);
         let timeout = timeout.into_iter().chain(turn).min();
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         state.system_calls += 1;
@@ -328,7 +330,7 @@ impl SendmsgBackend {
     /// Ends the doubt about a failed send if that is possible now: its id was reported, or the socket
     /// has no unreported id at all.
     fn resolve_doubt<B>(&mut self, state: &mut SocketState<B>) {
-        let Some(Doubt { request, .. }) = self.in_doubt else {
+        let Some(UnresolvedSend { request, .. }) = self.in_doubt else {
             return;
         };
         if !self.read_until_empty(state) {
@@ -345,7 +347,7 @@ impl SendmsgBackend {
     }
 
     /// The doubt about a failed send, if nothing else is pending.
-    pub(super) fn only_doubt_left(&self) -> Option<&Doubt> {
+    pub(super) fn only_unresolved_left(&self) -> Option<&UnresolvedSend> {
         let doubt = self.in_doubt.as_ref();
         doubt.filter(|_| self.ids.is_only_last_outstanding())
     }

@@ -6,7 +6,7 @@ use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use super::in_doubt::{self, Doubt};
+use super::in_doubt::{self, UnresolvedSend};
 use super::places::Places;
 use super::requests::Requests;
 use super::sendmsg::SendmsgBackend;
@@ -240,7 +240,11 @@ impl<B: Stable> ZcSocket<B> {
     /// that may never come: it is not waited for longer than a second. Its place stays busy.
     #[must_use]
     pub fn is_drained(&self) -> bool {
-        self.busy_places() == 0 || self.inner.only_doubt_left().is_some_and(Doubt::is_lasting)
+        self.busy_places() == 0
+            || self
+                .inner
+                .only_unresolved_left()
+                .is_some_and(UnresolvedSend::is_lasting)
     }
 
     /// The time after which [`reap`](Self::reap) is to be called without an event: while only the
@@ -248,7 +252,7 @@ impl<B: Stable> ZcSocket<B> {
     /// [`is_drained`](Self::is_drained).
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Duration> {
-        let doubt = self.inner.only_doubt_left()?;
+        let doubt = self.inner.only_unresolved_left()?;
         (!doubt.is_lasting()).then_some(in_doubt::TURN)
     }
 
@@ -363,10 +367,10 @@ impl<B> Inner<B> {
     }
 
     /// The doubt about a failed datagram, if nothing else is pending.
-    fn only_doubt_left(&self) -> Option<&Doubt> {
+    fn only_unresolved_left(&self) -> Option<&UnresolvedSend> {
         match &self.implementation {
             BackendImpl::Uring(_) => None,
-            BackendImpl::Sendmsg(sendmsg) => sendmsg.only_doubt_left(),
+            BackendImpl::Sendmsg(sendmsg) => sendmsg.only_unresolved_left(),
         }
     }
 
@@ -389,7 +393,10 @@ impl<B: Stable> orphans::Orphan for Inner<B> {
             BackendImpl::Uring(uring) => uring.continue_shutdown(state),
             BackendImpl::Sendmsg(sendmsg) => sendmsg.reap_all(state),
         }
-        if self.only_doubt_left().is_some_and(Doubt::is_lasting) {
+        if self
+            .only_unresolved_left()
+            .is_some_and(UnresolvedSend::is_lasting)
+        {
             self.state.places.take_busy().for_each(in_doubt::leak);
             return true;
         }

@@ -32,8 +32,8 @@ use crate::routing::name::Name;
 use crate::stats::{Counters, Stats};
 use config::{HostSide, Reload, ReloadError, StartError, VmConfig, system};
 use new_vm::NewVm;
-use registry::{DeviceRegistry, Entry};
-use reload::{ConfiguredVm, Order, ReloadHandler, Stage};
+use registry::{DeviceRegistry, RouteEntry};
+use reload::{ConfiguredVm, Order, ReloadHandler, VmStage};
 use rules::RuleSetError;
 pub(crate) use rules::WantedRules;
 use shares::{MemoryLimits, Shares, Wanted};
@@ -161,9 +161,9 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
         if registry.contains(vm.cid) {
             return Err(StartError::DuplicateCid(vm.cid));
         }
-        let entry = Entry {
+        let entry = RouteEntry {
             groups: &vm.groups,
-            ..Entry::default()
+            ..RouteEntry::default()
         };
         let addr = registry.assign(vm.cid, entry);
         addrs.push(addr.ok_or(StartError::TooManyVms)?);
@@ -206,7 +206,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
         let configured = ConfiguredVm {
             vm: n,
             addr,
-            stage: Stage::Active,
+            stage: VmStage::Active,
         };
         vms.insert(cid, configured);
         for device in registry.devices(addr, member) {

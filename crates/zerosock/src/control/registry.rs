@@ -31,7 +31,7 @@ use crate::routing::name::Name;
 
 /// The routes to a device.
 #[derive(Copy, Clone, Debug, Default)]
-pub(crate) struct Entry<'a> {
+pub(crate) struct RouteEntry<'a> {
     pub(crate) groups: &'a [String],
     /// The ports that others may connect to; empty: all.
     pub(crate) ports: &'a [Port],
@@ -147,7 +147,7 @@ impl DeviceRegistry {
 
     /// Assigns `cid` an address on the worker with the fewest devices, and adds a route. Does not
     /// publish the routes: for devices that exist before a worker starts. `None`: no address is free.
-    pub(crate) fn assign(&mut self, cid: Cid, entry: Entry<'_>) -> Option<DeviceAddr> {
+    pub(crate) fn assign(&mut self, cid: Cid, entry: RouteEntry<'_>) -> Option<DeviceAddr> {
         let addr = self.allocate()?;
         let routes = Arc::make_mut(&mut self.routes);
         routes.add(cid, addr, entry.groups);
@@ -219,7 +219,7 @@ impl DeviceRegistry {
     pub(crate) fn add(
         &mut self,
         member: Member,
-        entry: Entry<'_>,
+        entry: RouteEntry<'_>,
         taken: &Arc<Notice>,
     ) -> Option<DeviceAddr> {
         let addr = self.assign(member.cid, entry)?;

@@ -23,7 +23,7 @@ use super::config::{Reload, ReloadError, StartError};
 use super::new_vm::NewVm;
 use super::rules::{CheckedRules, RuleSetError, WantedRules};
 use crate::control::attach::server::Server;
-use crate::control::registry::{DeviceRegistry, Entry};
+use crate::control::registry::{DeviceRegistry, RouteEntry};
 use crate::device::factory::Member;
 use zerosock_vhost_user::{ControlExtension, FrontendRegistry, FrontendSocket, Notice, VmSpec};
 use zerosock_virtio::outbox::DeviceAddr;
@@ -43,11 +43,11 @@ pub(super) struct ConfiguredVm {
     /// Its number on the control thread.
     pub(super) vm: usize,
     pub(super) addr: DeviceAddr,
-    pub(super) stage: Stage,
+    pub(super) stage: VmStage,
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Stage {
+pub(super) enum VmStage {
     Active,
     /// Its front-end is being disconnected.
     Leaving,
@@ -100,7 +100,7 @@ impl ReloadHandler {
         let known = |cid: &Cid| {
             self.vms
                 .get(cid)
-                .is_some_and(|vm| vm.stage == Stage::Active)
+                .is_some_and(|vm| vm.stage == VmStage::Active)
         };
         let named = reload.remove.iter().chain(reload.groups.keys());
         if let Some(&cid) = named.clone().find(|cid| !known(cid)) {
@@ -170,9 +170,9 @@ impl ReloadHandler {
         let mut added = Vec::new();
         for (front, member, groups) in ready {
             let cid = member.cid;
-            let entry = Entry {
+            let entry = RouteEntry {
                 groups: &groups,
-                ..Entry::default()
+                ..RouteEntry::default()
             };
             match self.add(front, member, entry, &notice, frontends) {
                 Ok(()) => added.push(cid),
@@ -205,7 +205,7 @@ impl ReloadHandler {
         &mut self,
         front: FrontendSpec,
         member: Member,
-        entry: Entry<'_>,
+        entry: RouteEntry<'_>,
         notice: &Arc<Notice>,
         frontends: &mut FrontendRegistry,
     ) -> Result<(), ReloadError> {
@@ -224,7 +224,7 @@ impl ReloadHandler {
         };
         match frontends.add(spec) {
             Ok(vm) => {
-                let stage = Stage::Active;
+                let stage = VmStage::Active;
                 self.vms.insert(cid, ConfiguredVm { vm, addr, stage });
                 Ok(())
             }
@@ -240,7 +240,7 @@ impl ReloadHandler {
     /// Begins the removal of a VM: disconnects its front-end. The CID stays reserved until then.
     fn begin_removal(&mut self, cid: Cid, frontends: &mut FrontendRegistry) {
         if let Some(configured) = self.vms.get_mut(&cid) {
-            configured.stage = Stage::Leaving;
+            configured.stage = VmStage::Leaving;
             let vm = configured.vm;
             self.registry.reserve(cid);
             frontends.close(vm, "it is not configured any more");
@@ -325,7 +325,7 @@ impl ControlExtension for ReloadHandler {
         };
         let (number, notice) = frontends.notice();
         if let Some(configured) = self.vms.get_mut(&cid) {
-            configured.stage = Stage::Removing(number);
+            configured.stage = VmStage::Removing(number);
             let addr = configured.addr;
             self.registry.remove(cid, addr, &notice);
         }
@@ -340,7 +340,7 @@ impl ControlExtension for ReloadHandler {
             let (_, answer) = self.unpublished.swap_remove(at);
             let _ = answer.send(Ok(()));
         }
-        let gone = Stage::Removing(number);
+        let gone = VmStage::Removing(number);
         let gone = self
             .vms
             .iter()

@@ -15,7 +15,7 @@
 use std::convert::Infallible;
 
 use crate::device::state::app::NONE;
-use zerosock_proto::vsock::{ConnectError, FlowId, How, ReserveError, Shard};
+use zerosock_proto::vsock::{ConnectError, Directions, FlowId, ReserveError, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_ring::{Chain, FrontChain, GuestSlice};
@@ -96,7 +96,7 @@ impl Device {
             return self.reset_unknown(chain, flow);
         };
         let end = ends.unwrap_or_default();
-        let Some(held) = self.app_held(chain, len, end, Some(cx.now), app) else {
+        let Some(held) = self.hold_for_program(chain, len, end, Some(cx.now), app) else {
             return;
         };
         match ends {
@@ -117,7 +117,7 @@ impl Device {
     /// Makes a chain a buffer that the program holds. `since`: when it arrived; `None`: the next turn sets
     /// it. `None` without a transmit queue.
     #[inline]
-    pub(super) fn app_held(
+    pub(super) fn hold_for_program(
         &mut self,
         chain: Chain,
         len: u32,
@@ -472,7 +472,7 @@ impl Device {
     }
 
     /// Shuts down one direction, or both.
-    pub(crate) fn app_shutdown(&mut self, flow: FlowId, how: How, now: Instant) {
+    pub(crate) fn app_shutdown(&mut self, flow: FlowId, how: Directions, now: Instant) {
         // Fails if the flow has ended, and then no shutdown is needed.
         let _ = self.shard.shutdown(now, flow, how);
     }
@@ -484,7 +484,7 @@ impl Device {
         if self.app.flows.remove(flow).is_some() {
             cx.shared.counters.conns_removed.add(1);
         }
-        if reset || self.shard.shutdown(cx.now, flow, How::BOTH).is_err() {
+        if reset || self.shard.shutdown(cx.now, flow, Directions::BOTH).is_err() {
             // Fails if the flow has ended, and then no reset is needed.
             let _ = self.shard.reset(flow);
         }
@@ -616,14 +616,14 @@ pub(super) fn send_fault(error: ReserveError) -> SendFault {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::lab::Lab;
+    use crate::device::lab::DeviceFixture;
     use crate::table::leases::Leases;
     use std::sync::Arc;
     use std::time::Duration;
 
     #[test]
     fn request_of_the_wrong_type_is_not_counted_as_full_backlog() {
-        let mut lab = Lab::new();
+        let mut lab = DeviceFixture::new();
         let leases = Arc::new(Leases::new(8));
         let mut app = App::new(leases, Duration::from_secs(1), 0, false);
         let local = Address::new(Cid::HOST, Port::new(9));

@@ -5,13 +5,13 @@ use zerosock_proto::wire::vsock::Op;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_virtio::device::WorkerDevice;
 
-use super::bare;
-use super::lab::Lab;
+use super::lab::DeviceFixture;
+use super::test_guest;
 
 #[test]
 fn enabling_kicks_finds_a_packet_posted_without_a_kick() {
-    let mut lab = Lab::new();
-    let mut guest = bare::start(&mut lab.device);
+    let mut lab = DeviceFixture::new();
+    let mut guest = test_guest::start(&mut lab.device);
     assert!(!lab.device.enable_kicks(), "no packet is posted");
     let to = Address::new(Cid::HOST, Port::new(9));
     guest.send(1, to, Op::Request, 0);
@@ -23,8 +23,8 @@ fn enabling_kicks_finds_a_packet_posted_without_a_kick() {
 
 #[test]
 fn enabling_kicks_finds_buffers_posted_without_a_kick() {
-    let mut lab = Lab::new();
-    let _guest = bare::start(&mut lab.device);
+    let mut lab = DeviceFixture::new();
+    let _guest = test_guest::start(&mut lab.device);
     assert!(!lab.device.enable_kicks(), "no buffer is needed");
     lab.device.starved = true;
     assert!(lab.device.enable_kicks(), "buffers are posted");

@@ -212,7 +212,7 @@ impl Device {
                 break;
             };
             sibling.lent += 1;
-            sibling.lent_later += 1;
+            sibling.lent_since_hold += 1;
             let message = SiblingMessage::Lent {
                 to,
                 from,
@@ -329,7 +329,7 @@ fn set_hold_timer(bridge: &mut Bridge, key: u32, timers: &mut Timers, cx: &Conte
     let chains = match &mut bridge.peer {
         BridgePeer::Sibling(s) => {
             if bridge.held_since.is_none() {
-                s.lent_later = 0;
+                s.lent_since_hold = 0;
             }
             s.lent as usize
         }

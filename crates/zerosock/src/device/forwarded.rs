@@ -19,7 +19,7 @@ use zerosock_proto::vsock::FlowId;
 use zerosock_proto::{Address, Port};
 use zerosock_relay::associations::AssociationId;
 use zerosock_relay::connector::{
-    ATTEMPTS_AT_ONCE, ConnectError, ConnectRequest, Connected, PendingConnect, Stage,
+    ATTEMPTS_AT_ONCE, ConnectError, ConnectRequest, ConnectStage, Connected, PendingConnect,
 };
 use zerosock_relay::proxy_protocol::{self, Source};
 use zerosock_relay::target::{Host, Target};
@@ -418,7 +418,7 @@ fn refusal(error: ConnectError, target: &Target) -> Refusal {
     let cause = match &error {
         ConnectError::Refused(_) => RefusalCause::NoListener,
         // A connect to a Unix socket waits only for room in the backlog.
-        ConnectError::TimedOut(Stage::Connecting) if is_unix => RefusalCause::BacklogFull,
+        ConnectError::TimedOut(ConnectStage::Connecting) if is_unix => RefusalCause::BacklogFull,
         ConnectError::TimedOut(_) => RefusalCause::Unreachable,
         ConnectError::Io(error) => RefusalCause::of(error),
         _ => RefusalCause::Other,

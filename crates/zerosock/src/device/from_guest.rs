@@ -292,7 +292,7 @@ impl Device {
             if arrival.flow == flow && arrival.ends.is_none() {
                 packets.delivered += u64::from(arrival.len);
                 let app = packets.cx.shared.app.as_deref_mut()?;
-                return device.app_held(chain, arrival.len, MessageEnd::Nothing, None, app);
+                return device.hold_for_program(chain, arrival.len, MessageEnd::Nothing, None, app);
             }
             more = packets.hold(chain, arrival);
         }

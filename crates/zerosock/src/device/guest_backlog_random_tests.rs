@@ -10,10 +10,10 @@ use zerosock_proto::{Address, Instant, Port};
 use zerosock_virtio::device::{Event, WorkerDevice};
 use zerosock_virtio::poller::{Events, Poller};
 
-use crate::device::bare::{self, Guest};
 use crate::device::host_sockets::HostSocket;
-use crate::device::lab::Lab;
+use crate::device::lab::DeviceFixture;
 use crate::device::state::host::Caller;
+use crate::device::test_guest::{self, Guest};
 
 /// A generator of numbers (xorshift).
 struct Random(u64);
@@ -28,7 +28,7 @@ impl Random {
 }
 
 struct Play {
-    lab: Lab,
+    lab: DeviceFixture,
     guest: Guest,
     now: Instant,
     random: Random,
@@ -41,11 +41,11 @@ struct Play {
 
 impl Play {
     fn new(seed: u64) -> Play {
-        let mut lab = Lab::new();
+        let mut lab = DeviceFixture::new();
         let (cid, addr) = (lab.device.cid, lab.device.addr);
         let routes = Arc::make_mut(&mut lab.shared.routes);
         routes.add(cid, addr, &["default".to_owned()]);
-        let guest = bare::start(&mut lab.device);
+        let guest = test_guest::start(&mut lab.device);
         Play {
             lab,
             guest,

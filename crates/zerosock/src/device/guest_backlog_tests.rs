@@ -9,17 +9,17 @@ use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
 use zerosock_proto::{Instant, Port};
 use zerosock_virtio::device::WorkerDevice;
 
-use crate::device::bare::{self, Guest};
 use crate::device::host_sockets::HostSocket;
-use crate::device::lab::Lab;
+use crate::device::lab::DeviceFixture;
 use crate::device::state::host::Caller;
+use crate::device::test_guest::{self, Guest};
 
 const PORT: Port = Port::new(22);
 const MS: Duration = Duration::from_millis(1);
 
 /// A device, its guest, and the host programs that connect to a port of the guest.
 struct Test {
-    lab: Lab,
+    lab: DeviceFixture,
     guest: Guest,
     programs: Vec<UnixStream>,
     /// Since the start.
@@ -28,11 +28,11 @@ struct Test {
 
 impl Test {
     fn new(connect_timeout: Duration) -> Test {
-        let mut lab = Lab::new();
+        let mut lab = DeviceFixture::new();
         lab.shared.limits.connect = connect_timeout;
         let (cid, addr) = (lab.device.cid, lab.device.addr);
         Arc::make_mut(&mut lab.shared.routes).add(cid, addr, &[]);
-        let guest = bare::start(&mut lab.device);
+        let guest = test_guest::start(&mut lab.device);
         Test {
             lab,
             guest,

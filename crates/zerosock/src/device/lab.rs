@@ -15,7 +15,7 @@ use crate::device::state::flags::Flags;
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::stats::Counters;
 
-pub(super) struct Lab {
+pub(super) struct DeviceFixture {
     poller: Poller,
     outbox: Outbox<SiblingMessage>,
     notifier: Notifier,
@@ -23,13 +23,13 @@ pub(super) struct Lab {
     pub(super) device: Device,
 }
 
-impl Lab {
-    pub(super) fn new() -> Lab {
-        Lab::of(Arc::new(PortTable::new()))
+impl DeviceFixture {
+    pub(super) fn new() -> DeviceFixture {
+        DeviceFixture::of(Arc::new(PortTable::new()))
     }
 
     /// One queue pair of a device; `ports` is the port table that its pairs share.
-    pub(super) fn of(ports: Arc<PortTable>) -> Lab {
+    pub(super) fn of(ports: Arc<PortTable>) -> DeviceFixture {
         let second = Duration::from_secs(1);
         let addr = DeviceAddr {
             worker: 0,
@@ -37,7 +37,7 @@ impl Lab {
         };
         let cid = Cid::new(3);
         let shard = Shard::new(ShardConfig::device(cid), ports);
-        Lab {
+        DeviceFixture {
             poller: Poller::new().unwrap(),
             outbox: Outbox::new(0),
             notifier: Notifier::new(),

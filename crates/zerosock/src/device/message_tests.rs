@@ -8,8 +8,8 @@ use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_virtio::device::WorkerDevice;
 use zerosock_virtio::outbox::DeviceAddr;
 
-use super::bare::{self, Guest};
-use super::lab::Lab;
+use super::lab::DeviceFixture;
+use super::test_guest::{self, Guest};
 use super::*;
 use crate::device::host_sockets::HostSocket;
 use crate::device::state::bridge_state::BridgeEvent;
@@ -24,16 +24,16 @@ const HERE: Address = Address::new(Cid::new(3), Port::new(5));
 
 /// A SEQPACKET connection between a guest and a sibling.
 struct Joined {
-    lab: Lab,
+    lab: DeviceFixture,
     guest: Guest,
     flow: FlowId,
 }
 
 impl Joined {
     fn new() -> Joined {
-        let mut lab = Lab::new();
+        let mut lab = DeviceFixture::new();
         let (device, mut cx) = lab.lend();
-        let guest = bare::start(device);
+        let guest = test_guest::start(device);
         device.shard.set_seqpacket(true);
         let connect = SiblingMessage::Connect {
             from: Peer {
@@ -125,7 +125,7 @@ fn some_flow() -> FlowId {
 }
 
 /// Messages of the device to the sibling.
-fn sent(lab: &mut Lab) -> Vec<SiblingMessage> {
+fn sent(lab: &mut DeviceFixture) -> Vec<SiblingMessage> {
     let (_, cx) = lab.lend();
     std::iter::from_fn(|| cx.outbox.pop_local())
         .map(|(_, message)| message)

@@ -1,6 +1,5 @@
-//! The device half: a vhost-user back-end that gives a guest a vsock device.
-//!
-//! Programs use it through [`daemon`](crate::daemon) and [`vsock`](crate::vsock).
+//! The device half: a vhost-user back-end that gives a guest, or an attached process, a vsock device. `serve` runs
+//! it on workers; [`Host`](crate::vsock::Host) has it in the program.
 //!
 //! # Invariants
 //! - A turn works to a budget and never blocks.
@@ -36,8 +35,6 @@ pub(crate) mod app_store;
 #[cfg(test)]
 mod arming_tests;
 mod backlog;
-#[cfg(test)]
-pub(crate) mod bare;
 mod callers;
 mod coalescing;
 mod connecting;
@@ -75,6 +72,8 @@ mod sibling;
 pub(crate) mod state;
 mod stopped;
 mod teardown;
+#[cfg(test)]
+pub(crate) mod test_guest;
 #[cfg(test)]
 mod time_limit_tests;
 mod to_guest;

@@ -3,7 +3,7 @@
 //! # Invariants
 //! - Held chains precede the overflow; while there is overflow, no new chain is held.
 //! - A connection without bytes owns no queue: the few connections with bytes share the queues in
-//!   [`Spares`].
+//!   [`QueuePool`].
 //!
 //! # Operation
 //! Bytes stay in the guest's buffers (one held chain each) within bounds: at most `share` chains
@@ -25,10 +25,10 @@ pub(crate) struct HeldChain {
 
 /// Empty queues for reuse, so that packets do not allocate and idle connections own no memory.
 #[derive(Debug)]
-pub(crate) struct Spares<T>(Vec<Box<T>>);
+pub(crate) struct QueuePool<T>(Vec<Box<T>>);
 
 /// A container that can be reused by another connection.
-pub(crate) trait Spare: Default {
+pub(crate) trait ReusableQueue: Default {
     /// Whether it is empty.
     fn is_empty(&self) -> bool;
 
@@ -37,17 +37,17 @@ pub(crate) trait Spare: Default {
 }
 
 /// Queues kept for reuse.
-const SPARES: usize = 64;
+const MAX_POOLED: usize = 64;
 /// Largest capacity of a queue that is kept: more elements than one turn adds.
-const SPARE_MOST: usize = 512;
+const MAX_POOLED_CAPACITY: usize = 512;
 
-impl<T> Default for Spares<T> {
-    fn default() -> Spares<T> {
-        Spares(Vec::with_capacity(SPARES))
+impl<T> Default for QueuePool<T> {
+    fn default() -> QueuePool<T> {
+        QueuePool(Vec::with_capacity(MAX_POOLED))
     }
 }
 
-impl<T: Spare> Spares<T> {
+impl<T: ReusableQueue> QueuePool<T> {
     /// Returns the queue in `place`, filling an empty place from the spares.
     #[inline]
     pub(crate) fn get_or_insert_spare<'a>(&mut self, place: &'a mut Option<Box<T>>) -> &'a mut T {
@@ -60,7 +60,7 @@ impl<T: Spare> Spares<T> {
         let Some(list) = place.take_if(|list| list.is_empty()) else {
             return;
         };
-        if self.0.len() < SPARES && list.capacity() <= SPARE_MOST {
+        if self.0.len() < MAX_POOLED && list.capacity() <= MAX_POOLED_CAPACITY {
             self.0.push(list);
         }
     }
@@ -94,7 +94,7 @@ impl OutboundQueue {
     }
 }
 
-impl Spare for OutboundQueue {
+impl ReusableQueue for OutboundQueue {
     #[inline]
     fn is_empty(&self) -> bool {
         self.held.is_empty() && self.overflow.is_empty() && !self.lost
@@ -155,7 +155,7 @@ impl Outbound {
 
     /// Returns an empty queue to `spares`.
     #[inline]
-    pub(crate) fn recycle(&mut self, spares: &mut Spares<OutboundQueue>) {
+    pub(crate) fn recycle(&mut self, spares: &mut QueuePool<OutboundQueue>) {
         spares.recycle(&mut self.0);
     }
 
@@ -168,7 +168,7 @@ impl Outbound {
         mem: &Memory,
         held: HeldChain,
         share: usize,
-        spares: &mut Spares<OutboundQueue>,
+        spares: &mut QueuePool<OutboundQueue>,
     ) -> Option<Chain> {
         let bytes = spares.get_or_insert_spare(&mut self.0);
         if bytes.lost {
@@ -450,7 +450,7 @@ pub(crate) mod tests {
                 for step in [1, 5, 16, 100] {
                     let (memory, _queue, chains) = chains(8);
                     let mut outbound = Outbound::default();
-                    let mut spares = Spares::default();
+                    let mut spares = QueuePool::default();
                     let mut back = 0;
                     for (i, chain) in chains.into_iter().enumerate() {
                         let held = HeldChain {
@@ -517,7 +517,7 @@ pub(crate) mod tests {
         for (take, wanted) in ways {
             let (memory, _queue, chains) = chains(3);
             let mut outbound = Outbound::default();
-            let mut spares = Spares::default();
+            let mut spares = QueuePool::default();
             for chain in chains {
                 let held = HeldChain {
                     chain,
@@ -537,7 +537,7 @@ pub(crate) mod tests {
     fn overflow_that_never_empties_stays_small() {
         let (memory, _queue, chains) = chains(64);
         let mut outbound = Outbound::default();
-        let mut spares = Spares::default();
+        let mut spares = QueuePool::default();
         for chain in chains {
             let held = HeldChain {
                 chain,
@@ -555,20 +555,20 @@ pub(crate) mod tests {
 
     #[test]
     fn spares_keep_few_small_queues() {
-        let mut spares = Spares::<OutboundQueue>::default();
+        let mut spares = QueuePool::<OutboundQueue>::default();
         let mut places: Vec<Option<Box<OutboundQueue>>> = Vec::new();
-        places.resize_with(2 * SPARES, || None);
+        places.resize_with(2 * MAX_POOLED, || None);
         for place in &mut places {
             spares.get_or_insert_spare(place).held.reserve(4);
         }
         places.iter_mut().for_each(|place| spares.recycle(place));
         assert!(places.iter().all(Option::is_none));
-        assert_eq!(spares.0.len(), SPARES);
+        assert_eq!(spares.0.len(), MAX_POOLED);
         let large = spares.get_or_insert_spare(&mut places[0]);
         assert!(large.held.capacity() >= 4, "a reused queue");
-        large.held.reserve(2 * SPARE_MOST);
+        large.held.reserve(2 * MAX_POOLED_CAPACITY);
         spares.recycle(&mut places[0]);
         assert!(places[0].is_none());
-        assert_eq!(spares.0.len(), SPARES - 1);
+        assert_eq!(spares.0.len(), MAX_POOLED - 1);
     }
 }

@@ -407,7 +407,7 @@ impl Device {
         if let BridgePeer::Sibling(s) = &mut bridge.peer {
             s.lent = s.lent.saturating_sub(u32::from(returned));
             s.stalled &= !caught_up;
-            if s.lent <= s.lent_later {
+            if s.lent <= s.lent_since_hold {
                 // The sibling has returned every chain that was lent at `held_since` or before.
                 bridge.held_since = None;
             }

@@ -8,17 +8,17 @@ use zerosock_vhost_user::{DeviceCommand, Reply};
 use zerosock_virtio::command::VirtioDevice;
 use zerosock_virtio::device::WorkerDevice;
 
-use crate::device::bare::{self, Guest};
-use crate::device::lab::Lab;
+use crate::device::lab::DeviceFixture;
+use crate::device::test_guest::{self, Guest};
 use crate::device::{RX, TX};
 
 const LIMIT: Duration = Duration::from_secs(300);
 
 /// A device with a connection, and its guest.
-fn device(limit: Option<Duration>) -> (Lab, Guest) {
-    let mut lab = Lab::new();
+fn device(limit: Option<Duration>) -> (DeviceFixture, Guest) {
+    let mut lab = DeviceFixture::new();
     lab.device.stop.limit = limit;
-    let mut guest = bare::start(&mut lab.device);
+    let mut guest = test_guest::start(&mut lab.device);
     lab.ready();
     turn(&mut lab, Instant::ZERO);
     let [request] = guest.received().try_into().unwrap();
@@ -27,7 +27,7 @@ fn device(limit: Option<Duration>) -> (Lab, Guest) {
     (lab, guest)
 }
 
-fn stop(lab: &mut Lab, at: Instant) {
+fn stop(lab: &mut DeviceFixture, at: Instant) {
     for index in [RX, TX] {
         let (device, mut cx) = lab.lend();
         cx.now = at;
@@ -40,7 +40,7 @@ fn stop(lab: &mut Lab, at: Instant) {
     }
 }
 
-fn turn(lab: &mut Lab, at: Instant) -> usize {
+fn turn(lab: &mut DeviceFixture, at: Instant) -> usize {
     let (device, mut cx) = lab.lend();
     cx.now = at;
     device.turn(&mut cx);

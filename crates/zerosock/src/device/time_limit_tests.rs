@@ -8,14 +8,14 @@ use zerosock_proto::{Cid, Instant, Port};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType as SocketKind};
 
-use super::lab::Lab;
+use super::lab::DeviceFixture;
 use super::outbound::Outbound;
 use super::state::flags::Flags;
 use super::state::host::HostAccess;
 use super::*;
 use crate::device::host_sockets::HostSocket;
 
-impl Lab {
+impl DeviceFixture {
     /// Handles the timers that are due `at` after the start.
     fn fire_at(&mut self, at: Duration) {
         let (device, mut cx) = self.lend();
@@ -52,14 +52,14 @@ impl Lab {
     }
 }
 
-/// Every limit in `Lab`.
+/// Every limit in `DeviceFixture`.
 const LIMIT: Duration = Duration::from_secs(1);
 /// More than a socket buffers, and no more than the overflow limit.
 const MANY_BYTES: usize = 1 << 20;
 
 #[test]
 fn lingering_socket_that_takes_no_byte_is_closed_at_the_limit() {
-    let mut lab = Lab::new();
+    let mut lab = DeviceFixture::new();
     let (key, mut program) = lab.lingering(MANY_BYTES);
     lab.fire_at(LIMIT - Duration::from_nanos(1));
     assert!(lab.lingers(key));
@@ -73,7 +73,7 @@ fn lingering_socket_that_takes_no_byte_is_closed_at_the_limit() {
 
 #[test]
 fn lingering_socket_delivers_all_bytes_to_a_slow_reader() {
-    let mut lab = Lab::new();
+    let mut lab = DeviceFixture::new();
     let (key, mut program) = lab.lingering(MANY_BYTES);
     let mut got = 0;
     let mut now = Duration::ZERO;
@@ -108,12 +108,14 @@ fn full_listener(path: &Path) -> (UnixListener, UnixStream) {
 }
 
 /// A device with connects of its guest to a full listener.
-fn before_full_listener(connections: usize) -> (Lab, tempfile::TempDir, UnixListener, Vec<u32>) {
+fn before_full_listener(
+    connections: usize,
+) -> (DeviceFixture, tempfile::TempDir, UnixListener, Vec<u32>) {
     let dir = tempfile::tempdir().unwrap();
     let base = dir.path().join("vm");
     let (listener, first) = full_listener(&dir.path().join("vm_9"));
     std::mem::forget(first);
-    let mut lab = Lab::new();
+    let mut lab = DeviceFixture::new();
     lab.device.host = HostAccess::Hybrid {
         services: base.into(),
         listener: None,
@@ -162,7 +164,8 @@ fn connects_to_a_full_backlog_are_retried_one_at_a_time_with_growing_pauses() {
 #[test]
 fn backlog_room_goes_to_the_oldest_connect() {
     let (mut lab, _dir, listener, keys) = before_full_listener(3);
-    let is_open = |lab: &Lab, key: u32| lab.device.bridges.get(key).unwrap().state.is_open();
+    let is_open =
+        |lab: &DeviceFixture, key: u32| lab.device.bridges.get(key).unwrap().state.is_open();
     listener.accept().unwrap();
     lab.fire_at(Duration::from_millis(1));
     let open: Vec<bool> = keys.iter().map(|&key| is_open(&lab, key)).collect();
@@ -183,9 +186,9 @@ fn few_transmit_buffers_of_a_guest_return_after_a_delay_or_at_the_end() {
     use zerosock_virtio::device::WorkerDevice;
     use zerosock_virtio::ring::PUBLISH_DELAY;
     for (uses_datagrams, returned) in [(false, [0, 1]), (true, [1, 0])] {
-        let mut lab = Lab::new();
+        let mut lab = DeviceFixture::new();
         let (device, mut cx) = lab.lend();
-        let mut guest = super::bare::start(device);
+        let mut guest = super::test_guest::start(device);
         if uses_datagrams {
             // A sender of datagrams waits for its buffers.
             device

@@ -22,9 +22,9 @@ use super::state::flags::Flags;
 use super::teardown::PART;
 use super::traffic::TrafficBoard;
 use super::{Shared, Worker};
-use crate::device::bare::{self, Guest};
 use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::state::turn_budget::MAX_TURN_BYTES;
+use crate::device::test_guest::{self, Guest};
 use crate::device::{HostAccess, Limits, TURN_BYTES};
 use crate::routing::Routes;
 use crate::routing::forward::{ForwardRule, ForwardRules};
@@ -118,7 +118,7 @@ impl Harness {
             let queue_pairs: Arc<[DeviceAddr]> = Arc::new([addr]);
             let [mut device] = terms.devices(&queue_pairs, member).try_into().unwrap();
             device.datagrams.set_features(F_DGRAM);
-            lab.guests.push(bare::start(&mut device));
+            lab.guests.push(test_guest::start(&mut device));
             lab.numbers.push(vm);
             lab.worker.add(device);
         }

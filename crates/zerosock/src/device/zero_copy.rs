@@ -209,7 +209,7 @@ mod tests {
 
     use super::*;
     use crate::device::host_sockets::HostSocket;
-    use crate::device::lab::Lab;
+    use crate::device::lab::DeviceFixture;
     use crate::device::state::forwarded::Remote;
     use crate::routing::forward::{RuleState, ZeroCopy};
 
@@ -220,7 +220,7 @@ mod tests {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
             let (mut peer, from) = listener.accept().unwrap();
-            let mut lab = Lab::new();
+            let mut lab = DeviceFixture::new();
             let key = lab.ready();
             let (device, mut cx) = lab.lend();
             let permit = device.account.take_descriptors(1).unwrap();

@@ -7,19 +7,19 @@ use zerosock_proto::wire::vsock::{Op, Repr};
 use zerosock_proto::{Address, Port};
 
 use super::Driver;
-use super::bare::{Peer, connect, pairs};
+use super::test_device::{TestDevice, connect, pairs};
 use crate::table::backend::Backend;
 use crate::table::transfers::Publish;
 
 /// A driver with `count` queue pairs, each with 32 slots in each direction.
-fn driver(count: u16) -> (Driver, Peer) {
+fn driver(count: u16) -> (Driver, TestDevice) {
     let count = QueuePairs::new(count).unwrap();
     pairs(count, |config| config.queue_size = 64)
 }
 
 /// Makes the device send a packet on the current queue pair. Returns whether the device must
 /// notify.
-fn device_sends(peer: &mut Peer) -> bool {
+fn device_sends(peer: &mut TestDevice) -> bool {
     let header = peer.header;
     peer.header = Repr {
         dst: Address::new(header.dst.cid, Port::new(9999)),
@@ -31,7 +31,7 @@ fn device_sends(peer: &mut Peer) -> bool {
 }
 
 /// Makes the device take a packet. Returns whether the device must notify.
-fn device_takes(peer: &mut Peer) -> bool {
+fn device_takes(peer: &mut TestDevice) -> bool {
     peer.take().expect("a packet");
     peer.tx.publish()
 }

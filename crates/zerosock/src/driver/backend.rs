@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use zerosock_proto::vsock::datagram::DatagramId;
-use zerosock_proto::vsock::{ConnectError, FlowId, How, ListenError, Shard};
+use zerosock_proto::vsock::{ConnectError, Directions, FlowId, ListenError, Shard};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 use zerosock_ring::GuestSlice;
@@ -238,7 +238,7 @@ impl Backend for Driver {
         Driver::accept(self, port)
     }
 
-    fn shutdown(&mut self, id: StreamId, how: How) {
+    fn shutdown(&mut self, id: StreamId, how: Directions) {
         Driver::shutdown(self, id, how);
         // Wakes a writer that waits on another thread.
         self.sockets.set_ready(id, ReadyFlag::Writable);

@@ -2,7 +2,7 @@
 
 use std::time;
 
-use zerosock_proto::vsock::{ConnectError, How, ListenError, QueuePairs};
+use zerosock_proto::vsock::{ConnectError, Directions, ListenError, QueuePairs};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
@@ -112,7 +112,7 @@ impl Driver {
 
     /// Shuts down receiving, sending, or both. Bytes sent before still arrive; received unread
     /// bytes are discarded.
-    pub fn shutdown(&mut self, stream: StreamId, how: How) {
+    pub fn shutdown(&mut self, stream: StreamId, how: Directions) {
         let now = self.now();
         if how.receive {
             self.sockets.shutdown_recv(stream, &mut self.store);
@@ -137,7 +137,7 @@ impl Driver {
         if let Some((queue_pair, flow)) = self.remove_flow(stream)
             && self.store.queue_pairs[queue_pair]
                 .shard
-                .shutdown(now, flow, How::BOTH)
+                .shutdown(now, flow, Directions::BOTH)
                 .is_err()
         {
             // Fails only for a flow that has ended.

@@ -7,7 +7,7 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::DeviceQueue;
 
-use super::bare::{Peer, SERVER, connect, pair};
+use super::test_device::{SERVER, TestDevice, connect, pair};
 use crate::fault::Fault;
 use crate::table::backend::Backend;
 use crate::table::calls::ConnectionCalls;
@@ -24,7 +24,7 @@ const BUFFER: u32 = 4096;
 struct Victim {
     endpoint: Endpoint,
     stream: Stream,
-    peer: Peer,
+    peer: TestDevice,
     used: [u64; 2],
 }
 

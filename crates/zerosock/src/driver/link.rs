@@ -39,7 +39,7 @@ pub(crate) const EVENT: usize = EVENT_QUEUE as usize;
 /// Why a driver could not attach to a device.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum AttachError {
+pub enum DriverAttachError {
     /// A setting out of its range: the caller's fault.
     #[error(transparent)]
     Config(#[from] super::ConfigError),
@@ -63,25 +63,24 @@ pub enum AttachError {
     Cid(#[from] AddressError),
 }
 
-impl AttachError {
+impl DriverAttachError {
     /// Which side caused the error.
     pub fn fault(&self) -> Fault {
         match self {
-            AttachError::Config(_) | AttachError::Frontend(FrontendError::TooManyRegions(_)) => {
-                Fault::Caller
-            }
-            AttachError::Missing(_)
-            | AttachError::Cid(_)
-            | AttachError::Frontend(
+            DriverAttachError::Config(_)
+            | DriverAttachError::Frontend(FrontendError::TooManyRegions(_)) => Fault::Caller,
+            DriverAttachError::Missing(_)
+            | DriverAttachError::Cid(_)
+            | DriverAttachError::Frontend(
                 FrontendError::Closed
                 | FrontendError::TimedOut { .. }
                 | FrontendError::Refused { .. }
                 | FrontendError::Protocol(_),
             ) => Fault::Peer,
-            AttachError::Arena(_)
-            | AttachError::Queue(_)
-            | AttachError::Eventfd(_)
-            | AttachError::Frontend(FrontendError::Connect { .. } | FrontendError::Io(_)) => {
+            DriverAttachError::Arena(_)
+            | DriverAttachError::Queue(_)
+            | DriverAttachError::Eventfd(_)
+            | DriverAttachError::Frontend(FrontendError::Connect { .. } | FrontendError::Io(_)) => {
                 Fault::System
             }
         }
@@ -91,13 +90,13 @@ impl AttachError {
     pub(crate) fn kind(&self) -> io::ErrorKind {
         use io::ErrorKind;
         match self {
-            AttachError::Config(_) => ErrorKind::InvalidInput,
-            AttachError::Missing(_) => ErrorKind::Unsupported,
-            AttachError::Cid(_) => ErrorKind::InvalidData,
-            AttachError::Arena(ArenaError::Shared(SharedMemoryError::Memfd(error)))
-            | AttachError::Eventfd(error) => error.kind(),
-            AttachError::Arena(_) | AttachError::Queue(_) => ErrorKind::Other,
-            AttachError::Frontend(error) => match error {
+            DriverAttachError::Config(_) => ErrorKind::InvalidInput,
+            DriverAttachError::Missing(_) => ErrorKind::Unsupported,
+            DriverAttachError::Cid(_) => ErrorKind::InvalidData,
+            DriverAttachError::Arena(ArenaError::Shared(SharedMemoryError::Memfd(error)))
+            | DriverAttachError::Eventfd(error) => error.kind(),
+            DriverAttachError::Arena(_) | DriverAttachError::Queue(_) => ErrorKind::Other,
+            DriverAttachError::Frontend(error) => match error {
                 FrontendError::Connect { source, .. } | FrontendError::Io(source) => source.kind(),
                 FrontendError::Closed => ErrorKind::ConnectionAborted,
                 FrontendError::TimedOut { .. } => ErrorKind::TimedOut,
@@ -148,14 +147,17 @@ pub(crate) struct Link {
 
 impl Link {
     /// Connects and negotiates; starts no queue.
-    pub(crate) fn connect(config: &DriverConfig) -> Result<Link, AttachError> {
+    pub(crate) fn connect(config: &DriverConfig) -> Result<Link, DriverAttachError> {
         let deadline = deadline_in(config.control_timeout);
         let frontend = Frontend::connect(&config.socket, config.control_timeout)?;
         Link::negotiate(frontend, deadline, config)
     }
 
     /// As [`Link::connect`], over a connected socket.
-    pub(crate) fn over(socket: UnixStream, config: &DriverConfig) -> Result<Link, AttachError> {
+    pub(crate) fn over(
+        socket: UnixStream,
+        config: &DriverConfig,
+    ) -> Result<Link, DriverAttachError> {
         let deadline = deadline_in(config.control_timeout);
         let frontend = Frontend::from_stream(socket, config.control_timeout)?;
         Link::negotiate(frontend, deadline, config)
@@ -166,7 +168,7 @@ impl Link {
         mut frontend: Frontend,
         deadline: Option<Instant>,
         config: &DriverConfig,
-    ) -> Result<Link, AttachError> {
+    ) -> Result<Link, DriverAttachError> {
         frontend.set_deadline(deadline);
         let mut wanted = F_VERSION_1 | F_STREAM | F_SEQPACKET;
         if config.datagrams {
@@ -183,10 +185,10 @@ impl Link {
             | VhostUserProtocolFeatures::CONFIG;
         let (features, protocol) = frontend.negotiate(wanted, protocol)?;
         if features & F_VERSION_1 == 0 {
-            return Err(AttachError::Missing("VIRTIO_F_VERSION_1"));
+            return Err(DriverAttachError::Missing("VIRTIO_F_VERSION_1"));
         }
         if !protocol.contains(VhostUserProtocolFeatures::CONFIG) {
-            return Err(AttachError::Missing("VHOST_USER_PROTOCOL_F_CONFIG"));
+            return Err(DriverAttachError::Missing("VHOST_USER_PROTOCOL_F_CONFIG"));
         }
         let cid = match (guest_cid(&mut frontend)?, &config.host_ports) {
             (HOST, Some(_)) => Cid::HOST,
@@ -216,7 +218,7 @@ impl Link {
         arena: &Arena,
         event_fds: &QueueEventFds,
         bases: &[u16],
-    ) -> Result<(), AttachError> {
+    ) -> Result<(), DriverAttachError> {
         let (shared, rings) = (&arena.shared, &arena.rings);
         self.frontend
             .start_queues(shared, rings, event_fds, bases)?;

@@ -7,8 +7,8 @@ use zerosock_proto::vsock::messages::MAX_UNREAD_EMPTY;
 use zerosock_proto::vsock::pairs::TX_QUEUE;
 use zerosock_proto::wire::vsock::{Op, SEQ_EOM, SocketType};
 
-use super::bare::{Peer, SERVER, pair};
 use super::hostile_tests::poke;
+use super::test_device::{SERVER, TestDevice, pair};
 use crate::vsock::{Endpoint, SeqPacket, StreamError};
 
 /// Payload capacity of a buffer of the endpoint, in bytes.
@@ -20,13 +20,13 @@ const WINDOW: usize = 262_144;
 struct Victim {
     endpoint: Endpoint,
     socket: SeqPacket,
-    peer: Peer,
+    peer: TestDevice,
     /// Address of the transmit queue's used ring.
     used: u64,
 }
 
 /// Opens a connection from the endpoint to its device.
-fn connect(endpoint: &Endpoint, peer: &mut Peer) -> SeqPacket {
+fn connect(endpoint: &Endpoint, peer: &mut TestDevice) -> SeqPacket {
     let socket = endpoint.begin_connect_seqpacket(SERVER).unwrap();
     socket.set_nonblocking(true).unwrap();
     let request = peer.take_op(Op::Request);

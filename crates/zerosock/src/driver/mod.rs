@@ -1,5 +1,5 @@
 //! The driver half of a vsock device: a process acts as the guest of a vhost-user device, without a
-//! virtual machine. For tests and tools; programs use [`vsock`](crate::vsock).
+//! virtual machine. [`Endpoint`](crate::vsock::Endpoint) is built on it.
 //!
 //! A [`Driver`] owns shared memory, the driver side of three virtqueues (receive, transmit, event)
 //! and a protocol core in the driver role. The device treats it as any guest: it negotiates over
@@ -30,8 +30,6 @@ mod arena;
 #[cfg(test)]
 mod arming_tests;
 mod backend;
-#[cfg(test)]
-mod bare;
 mod blocking;
 mod commands;
 mod config;
@@ -53,6 +51,8 @@ mod queues;
 mod setup;
 mod store;
 #[cfg(test)]
+mod test_device;
+#[cfg(test)]
 mod tests;
 mod transfer;
 #[cfg(test)]
@@ -68,10 +68,10 @@ pub use arena::ArenaError;
 pub use config::{ConfigError, DriverConfig};
 pub use errors::{DriverError, RecvError, SendError, WaitError};
 pub use events::{DriverEvent, DriverStats};
-pub use link::AttachError;
+pub use link::DriverAttachError;
 pub use loans::Loan;
 pub use queues::QueueSetupError;
-pub use zerosock_proto::vsock::How;
+pub use zerosock_proto::vsock::Directions;
 pub use zerosock_proto::{Address, Cid, Port};
 pub use zerosock_vhost_user::frontend::{Frontend, FrontendError, VringAddr};
 

@@ -11,7 +11,7 @@ use zerosock_ring::DriverLayout;
 
 use super::arena::Arena;
 use super::datagrams::Datagrams;
-use super::link::{AttachError, EVENT, Link};
+use super::link::{DriverAttachError, EVENT, Link};
 use super::loans::Loans;
 use super::queue_pairs::{QueuePair, QueuePairId, QueuePairSet};
 use super::queues::{EventQueue, RxQueue, TxQueue};
@@ -26,21 +26,24 @@ use zerosock_virtio::watch::Watch;
 impl Driver {
     /// Creates the memory, connects to the device at `config.socket`, negotiates and starts the
     /// queues.
-    pub fn attach(config: DriverConfig) -> Result<Driver, AttachError> {
+    pub fn attach(config: DriverConfig) -> Result<Driver, DriverAttachError> {
         Driver::build(config, Link::connect)
     }
 
     /// As [`attach`](Driver::attach), over a connected vhost-user socket, as a process has it that
     /// [attaches](crate::control::attach) to a daemon. [`reconnect`](Driver::reconnect) would
     /// connect to `config.socket`.
-    pub fn attach_over(socket: UnixStream, config: DriverConfig) -> Result<Driver, AttachError> {
+    pub fn attach_over(
+        socket: UnixStream,
+        config: DriverConfig,
+    ) -> Result<Driver, DriverAttachError> {
         Driver::build(config, |config| Link::over(socket, config))
     }
 
     fn build(
         config: DriverConfig,
-        connect: impl FnOnce(&DriverConfig) -> Result<Link, AttachError>,
-    ) -> Result<Driver, AttachError> {
+        connect: impl FnOnce(&DriverConfig) -> Result<Link, DriverAttachError>,
+    ) -> Result<Driver, DriverAttachError> {
         config.check()?;
         let link = connect(&config)?;
         Driver::with_link(config, link, |link, arena, event_fds| {
@@ -53,14 +56,15 @@ impl Driver {
     pub(super) fn with_link(
         config: DriverConfig,
         mut link: Link,
-        start: impl FnOnce(&mut Link, &Arena, &QueueEventFds) -> Result<(), AttachError>,
-    ) -> Result<Driver, AttachError> {
+        start: impl FnOnce(&mut Link, &Arena, &QueueEventFds) -> Result<(), DriverAttachError>,
+    ) -> Result<Driver, DriverAttachError> {
         let (arena, slots) = Arena::new(&config, link.pairs)?;
-        let event_fds = QueueEventFds::new(link.pairs.queues()).map_err(AttachError::Eventfd)?;
-        let mut watch = Watch::new(event_fds.calls()).map_err(AttachError::Eventfd)?;
+        let event_fds =
+            QueueEventFds::new(link.pairs.queues()).map_err(DriverAttachError::Eventfd)?;
+        let mut watch = Watch::new(event_fds.calls()).map_err(DriverAttachError::Eventfd)?;
         watch
             .device(link.frontend.as_fd())
-            .map_err(AttachError::Eventfd)?;
+            .map_err(DriverAttachError::Eventfd)?;
         let mut event_queue = EventQueue::new(&arena, arena.rings[EVENT], link.event_idx)?;
         let cid = link.cid;
         let ports = Arc::new(match &config.host_ports {
@@ -92,7 +96,7 @@ impl Driver {
         // There is always at least one pair.
         let first = queue_pairs
             .next()
-            .ok_or(AttachError::Missing("a queue pair"))?;
+            .ok_or(DriverAttachError::Missing("a queue pair"))?;
         let queue_pairs = QueuePairSet::new(first, queue_pairs.collect());
         queue_pairs
             .ids()
@@ -124,18 +128,18 @@ impl Driver {
     /// without the guest's help. Each queue continues at its used index, so that the new device
     /// processes again what the old one had taken and not returned. Connections have ended with the
     /// old device.
-    pub fn reconnect(&mut self) -> Result<(), AttachError> {
+    pub fn reconnect(&mut self) -> Result<(), DriverAttachError> {
         if self.link.is_some() {
             self.device_gone();
             self.unreported_gone = false;
         }
         let mut link = Link::connect(&self.config)?;
         if usize::from(link.pairs.queues()) != self.store.arena.rings.len() {
-            return Err(AttachError::Missing("as many queue pairs as before"));
+            return Err(DriverAttachError::Missing("as many queue pairs as before"));
         }
         self.watch
             .device(link.frontend.as_fd())
-            .map_err(AttachError::Eventfd)?;
+            .map_err(DriverAttachError::Eventfd)?;
         let bases = self.used_indices();
         link.start(&self.store.arena, &self.event_fds, &bases)?;
         self.event_fds.kick_all();
@@ -157,7 +161,7 @@ impl Driver {
     }
 
     /// Passes the memory table again and starts the queues at `bases`, one index each.
-    pub fn resume(&mut self, bases: &[u16]) -> Result<(), AttachError> {
+    pub fn resume(&mut self, bases: &[u16]) -> Result<(), DriverAttachError> {
         let link = self.link.as_mut().ok_or(FrontendError::Closed)?;
         link.start(&self.store.arena, &self.event_fds, bases)?;
         self.event_fds.kick_all();

@@ -8,7 +8,7 @@ use zerosock_proto::vsock::ConnectError;
 use zerosock_proto::wire::vsock::{Op, SocketType};
 use zerosock_virtio::poller::Events;
 
-use super::bare::{Peer, SERVER, connect, pair};
+use super::test_device::{SERVER, TestDevice, connect, pair};
 use super::{Driver, IDLE_TURNS, StreamId, StreamState};
 use crate::table::sockets::BufferPlace;
 use crate::table::{
@@ -18,7 +18,7 @@ use crate::table::{
 };
 
 /// A driver with 32 slots each way.
-fn small() -> (Driver, Peer, StreamId) {
+fn small() -> (Driver, TestDevice, StreamId) {
     let (mut driver, mut peer) = pair(|config| config.queue_size = 64);
     let id = connect(&mut driver, &mut peer);
     while driver.next_ready().is_some() {}

@@ -3,7 +3,7 @@
 
 use zerosock_proto::wire::vsock::{Op, Repr};
 
-use super::bare::{Peer, connect, pair};
+use super::test_device::{TestDevice, connect, pair};
 use super::{Driver, StreamId};
 use crate::table::backend::{Backend, ReadySource};
 use crate::table::calls::ConnectionCalls;
@@ -14,7 +14,7 @@ const TURN: u64 = 256;
 
 /// A driver with 512 slots each way, a connection with a peer that sends without end and one with a
 /// single byte; the headers of both.
-fn driver_with_two_connections() -> (Driver, Peer, [(StreamId, Repr); 2]) {
+fn driver_with_two_connections() -> (Driver, TestDevice, [(StreamId, Repr); 2]) {
     let (mut driver, mut peer) = pair(|config| config.queue_size = 1024);
     let ends = [(); 2].map(|()| {
         let id = connect(&mut driver, &mut peer);
@@ -25,7 +25,7 @@ fn driver_with_two_connections() -> (Driver, Peer, [(StreamId, Repr); 2]) {
 }
 
 /// The device fills `count` buffers on a connection.
-fn flood(peer: &mut Peer, header: Repr, count: usize) {
+fn flood(peer: &mut TestDevice, header: Repr, count: usize) {
     peer.header = header;
     for _ in 0..count {
         peer.send(Op::Rw, b"x");

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant as StdInstant};
 
-use zerosock_proto::vsock::{ConnectError, How, ListenError};
+use zerosock_proto::vsock::{ConnectError, Directions, ListenError};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
@@ -218,7 +218,7 @@ impl Backend for HostBackend {
             .is_some_and(|app| app.listeners.has_waiting(port))
     }
 
-    fn shutdown(&mut self, id: StreamId, how: How) {
+    fn shutdown(&mut self, id: StreamId, how: Directions) {
         let flow = self.flow_of(id);
         if how.receive {
             self.with_received(id, |sockets, store| {

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use zerosock_proto::vsock::datagram::DatagramId;
-use zerosock_proto::vsock::{ConnectError, How, ListenError};
+use zerosock_proto::vsock::{ConnectError, Directions, ListenError};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 use zerosock_virtio::poller::Events;
@@ -206,7 +206,7 @@ pub(crate) trait Backend: ConnectionCalls + Send {
     fn accept(&mut self, port: Port) -> Option<StreamId>;
 
     /// Shuts down one or both directions.
-    fn shutdown(&mut self, id: StreamId, how: How);
+    fn shutdown(&mut self, id: StreamId, how: Directions);
 
     /// Closes a connection in order; `id` becomes invalid.
     fn close(&mut self, id: StreamId);

@@ -7,7 +7,7 @@
 //!   [`ReadySource::Datagram`](crate::table::backend::ReadySource) when a retry may succeed.
 
 use zerosock_proto::Address;
-use zerosock_proto::vsock::datagram::{DatagramId, Refusal};
+use zerosock_proto::vsock::datagram::{DatagramId, DatagramRefusal};
 
 use super::calls::InboxCalls;
 use super::transfers::LoanParts;
@@ -31,13 +31,13 @@ pub(crate) enum DatagramFault {
     Unknown,
 }
 
-impl From<Refusal> for DatagramFault {
-    fn from(refusal: Refusal) -> DatagramFault {
+impl From<DatagramRefusal> for DatagramFault {
+    fn from(refusal: DatagramRefusal) -> DatagramFault {
         match refusal {
-            Refusal::Unknown => DatagramFault::Unknown,
-            Refusal::TooLong(len) => DatagramFault::TooLong(len),
-            Refusal::Throttled | Refusal::Stopped => DatagramFault::WouldBlock,
-            Refusal::Unsupported => DatagramFault::PeerUnsupported,
+            DatagramRefusal::Unknown => DatagramFault::Unknown,
+            DatagramRefusal::TooLong(len) => DatagramFault::TooLong(len),
+            DatagramRefusal::Throttled | DatagramRefusal::Stopped => DatagramFault::WouldBlock,
+            DatagramRefusal::Unsupported => DatagramFault::PeerUnsupported,
         }
     }
 }

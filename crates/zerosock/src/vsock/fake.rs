@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
-use zerosock_proto::vsock::{ConnectError, How, ListenError};
+use zerosock_proto::vsock::{ConnectError, Directions, ListenError};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_virtio::poller::Events;
@@ -233,7 +233,7 @@ impl Backend for Fake {
         None
     }
 
-    fn shutdown(&mut self, _: StreamId, _: How) {}
+    fn shutdown(&mut self, _: StreamId, _: Directions) {}
 
     fn close(&mut self, _: StreamId) {
         self.script().closed += 1;

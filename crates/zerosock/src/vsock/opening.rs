@@ -87,7 +87,7 @@ impl From<OpenError> for io::Error {
 /// Why an endpoint does not work with its device, after the attach socket has accepted it.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
-pub struct DeviceError(driver::AttachError);
+pub struct DeviceError(driver::DriverAttachError);
 
 impl DeviceError {
     /// The side at fault: the caller for a setting out of its range, else the device or the system.
@@ -96,8 +96,8 @@ impl DeviceError {
     }
 }
 
-impl From<driver::AttachError> for OpenError {
-    fn from(error: driver::AttachError) -> OpenError {
+impl From<driver::DriverAttachError> for OpenError {
+    fn from(error: driver::DriverAttachError) -> OpenError {
         OpenError::Device(DeviceError(error))
     }
 }

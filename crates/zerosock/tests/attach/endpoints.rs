@@ -6,15 +6,16 @@ use std::thread;
 use zerosock::vsock::{Endpoint, OpenError};
 
 use super::*;
+use crate::common;
 
-fn open(lab: &Lab, name: &str) -> Endpoint {
+fn open(lab: &AttachDaemon, name: &str) -> Endpoint {
     Endpoint::builder().name(name).attach(&lab.path).unwrap()
 }
 
 #[test]
 fn a_name_is_found_and_its_bytes_are_copied_once() {
     const LEN: usize = 1 << 20;
-    let lab = Lab::new(0);
+    let lab = AttachDaemon::new(0);
     let db = open(&lab, "db");
     let web = open(&lab, "web");
     let listener = db.listen(PORT, 4).unwrap();
@@ -40,7 +41,7 @@ fn a_name_is_found_and_its_bytes_are_copied_once() {
 
 #[test]
 fn names_that_are_taken_unknown_or_impossible() {
-    let lab = Lab::new(0);
+    let lab = AttachDaemon::new(0);
     let db = open(&lab, "db");
     let error = Endpoint::builder().name("db").attach(&lab.path);
     let Err(OpenError::Place(error)) = error else {
@@ -67,7 +68,7 @@ fn names_that_are_taken_unknown_or_impossible() {
 
 #[test]
 fn a_reserved_cid_is_an_error_of_the_caller() {
-    let lab = Lab::new(0);
+    let lab = AttachDaemon::new(0);
     for cid in [0, 1, 2, Cid::ANY.get()] {
         let error = Endpoint::builder().cid(Cid::new(cid)).attach(&lab.path);
         let error = error.unwrap_err();
@@ -82,7 +83,7 @@ fn a_reserved_cid_is_an_error_of_the_caller() {
 
 #[test]
 fn calls_on_an_endpoint_fail_after_its_daemon_has_ended() {
-    let mut lab = Lab::new(0);
+    let mut lab = AttachDaemon::new(0);
     let db = open(&lab, "db");
     let web = open(&lab, "web");
     let listener = db.listen(PORT, 4).unwrap();

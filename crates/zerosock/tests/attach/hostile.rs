@@ -10,7 +10,7 @@ use rustix::net::{
 };
 
 use super::*;
-use crate::common::{bytes, eventually};
+use crate::common::{self, bytes, eventually};
 use zerosock::attach::codec::{
     Answer, MAX_REQUEST, Request, VERSION, decode_answer, encode_request,
 };
@@ -23,7 +23,7 @@ use zerosock_sys::fd_passing;
 struct Raw(OwnedFd);
 
 impl Raw {
-    fn new(lab: &Lab) -> Raw {
+    fn new(lab: &AttachDaemon) -> Raw {
         let kind = SocketType::SEQPACKET;
         let socket = socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
         connect(&socket, &SocketAddrUnix::new(&lab.path).unwrap()).unwrap();
@@ -65,7 +65,7 @@ fn request(name: &str) -> Vec<u8> {
     encode_request(&Request::Attach(named(name))).unwrap()
 }
 
-fn refused(lab: &Lab, request: &AttachRequest) -> AttachError {
+fn refused(lab: &AttachDaemon, request: &AttachRequest) -> AttachError {
     let before = lab.stats().attach_refused;
     let error = lab.ask(request).unwrap_err();
     assert_eq!(lab.stats().attach_refused, before + 1);
@@ -74,7 +74,7 @@ fn refused(lab: &Lab, request: &AttachRequest) -> AttachError {
 
 #[test]
 fn a_cid_or_name_in_use_is_refused() {
-    let lab = Lab::new(1);
+    let lab = AttachDaemon::new(1);
     let owner = AttachRequest {
         cid: Some(Cid::new(700)),
         ..named("db")
@@ -105,7 +105,7 @@ fn a_cid_or_name_in_use_is_refused() {
 
 #[test]
 fn processes_above_the_maximum_are_refused() {
-    let lab = Lab::with(0, |_| {}, |attach| attach.max_processes = 2);
+    let lab = AttachDaemon::with(0, |_| {}, |attach| attach.max_processes = 2);
     let one = lab.process("one");
     let _two = lab.process("two");
     let error = refused(&lab, &named("three"));
@@ -118,7 +118,7 @@ fn processes_above_the_maximum_are_refused() {
 
 #[test]
 fn a_user_that_may_not_attach_is_refused_before_its_request_is_read() {
-    let lab = Lab::with(
+    let lab = AttachDaemon::with(
         0,
         |_| {},
         |attach| attach.allowed_uids = vec![4_000_000_001],
@@ -134,7 +134,7 @@ fn a_user_that_may_not_attach_is_refused_before_its_request_is_read() {
 
 #[test]
 fn an_answer_to_another_major_version_has_both_versions() {
-    let lab = Lab::new(0);
+    let lab = AttachDaemon::new(0);
     for major in [0u16, 2, 0x100, u16::MAX] {
         let raw = Raw::new(&lab);
         let mut bytes = request("db");
@@ -150,7 +150,7 @@ fn an_answer_to_another_major_version_has_both_versions() {
 
 #[test]
 fn half_a_message_and_rubbish_are_refused() {
-    let lab = Lab::new(0);
+    let lab = AttachDaemon::new(0);
     let good = request("db");
     let mut cases: Vec<Vec<u8>> = (1..good.len()).map(|len| good[..len].to_vec()).collect();
     cases.push(bytes(1, 88));
@@ -187,7 +187,7 @@ fn half_a_message_and_rubbish_are_refused() {
 
 #[test]
 fn a_lease_survives_a_bad_question_but_gives_nothing_more() {
-    let lab = Lab::new(0);
+    let lab = AttachDaemon::new(0);
     let raw = Raw::new(&lab);
     raw.say(&request("db"));
     assert_eq!(raw.hear().unwrap().status, Status::Ok);
@@ -221,9 +221,9 @@ fn a_lease_survives_a_bad_question_but_gives_nothing_more() {
 }
 
 /// A lab in which the test's own user may run services.
-fn services() -> Lab {
+fn services() -> AttachDaemon {
     let us = rustix::process::geteuid().as_raw();
-    Lab::with(1, |_| {}, |attach| attach.service_uids = vec![us])
+    AttachDaemon::with(1, |_| {}, |attach| attach.service_uids = vec![us])
 }
 
 fn claim(op: fn(Vec<Port>) -> Request, ports: &[u32]) -> Vec<u8> {
@@ -305,7 +305,7 @@ fn a_flood_of_claims_is_answered_in_order_without_delaying_others() {
 
 #[test]
 fn a_process_that_sends_nothing_delays_no_other_and_is_dropped() {
-    let lab = Lab::new(0);
+    let lab = AttachDaemon::new(0);
     let silent = Raw::new(&lab);
     let start = Instant::now();
     lab.process("db");
@@ -318,7 +318,7 @@ fn a_process_that_sends_nothing_delays_no_other_and_is_dropped() {
 
 #[test]
 fn a_flood_of_clients_is_bounded() {
-    let lab = Lab::new(1);
+    let lab = AttachDaemon::new(1);
     let mut attached = lab.process("before");
     let mut guest = lab.guest(0);
     attached.driver.listen(PORT, 8).unwrap();
@@ -342,14 +342,15 @@ fn a_flood_of_clients_is_bounded() {
 
 #[test]
 fn memory_that_can_shrink_is_refused_to_processes() {
-    let lab = Lab::new(1);
+    let lab = AttachDaemon::new(1);
     let attached = lab.ask(&named("db")).unwrap();
     let config = DriverConfig {
         seal: false,
         ..DriverConfig::default()
     };
     let error = Driver::attach_over(attached.socket, config).unwrap_err();
-    let driver::AttachError::Frontend(FrontendError::Refused { request, status }) = error else {
+    let driver::DriverAttachError::Frontend(FrontendError::Refused { request, status }) = error
+    else {
         panic!("{error}");
     };
     assert_eq!((request, status), ("SET_MEM_TABLE", 1));
@@ -366,7 +367,7 @@ fn memory_that_can_shrink_is_refused_to_processes() {
 /// The process may have exited and left its own end in an unread request. Takes ten seconds.
 #[test]
 fn a_process_that_takes_no_answer_does_not_keep_its_place() {
-    let lab = Lab::new(0);
+    let lab = AttachDaemon::new(0);
     let raw = Raw::new(&lab);
     raw.say(&request("db"));
     assert_eq!(raw.hear().unwrap().status, Status::Ok);

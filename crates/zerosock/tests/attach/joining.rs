@@ -3,14 +3,14 @@
 use std::io::Read;
 
 use super::*;
-use crate::common::{assert_bytes, bytes, eventually, host, host_listener};
+use crate::common::{self, assert_bytes, bytes, eventually, host, host_listener};
 use zerosock::attach::{AttachHost, DEFAULT_CIDS};
 use zerosock::driver::WaitError;
 use zerosock::vsock::Fault;
 
 #[test]
 fn a_process_has_the_cid_and_the_name_it_asked_for() {
-    let lab = Lab::new(1);
+    let lab = AttachDaemon::new(1);
     let one = lab.process("db");
     assert!(DEFAULT_CIDS.contains(&one.cid.get()), "{}", one.cid);
     let mut two = lab.process_with(&numbered(500));
@@ -46,7 +46,7 @@ fn two_processes_talk_with_one_copy() {
             // A slow machine must not look like a stalled receiver: its bytes would be copied.
             config.hold = common::PATIENCE;
         };
-        let lab = Lab::with(0, tune, |_| {});
+        let lab = AttachDaemon::with(0, tune, |_| {});
         let mut one = lab.process("one");
         let mut two = lab.process("two");
         two.driver.listen(PORT, 8).unwrap();
@@ -75,7 +75,7 @@ fn two_processes_talk_with_one_copy() {
 #[test]
 fn a_vm_and_a_process_reach_each_other() {
     for workers in [1, 2] {
-        let lab = Lab::with(1, |config| config.workers = workers, |_| {});
+        let lab = AttachDaemon::with(1, |config| config.workers = workers, |_| {});
         let mut guest = lab.guest(0);
         guest.listen(PORT, 8).unwrap();
         // Attached after the VM has run for a while, and another one after it.
@@ -95,7 +95,7 @@ fn a_vm_and_a_process_reach_each_other() {
 #[test]
 fn only_groups_in_common_reach_each_other() {
     let other = |attach: &mut AttachConfig| attach.groups = vec!["processes".into()];
-    let lab = Lab::with(1, |_| {}, other);
+    let lab = AttachDaemon::with(1, |_| {}, other);
     let mut guest = lab.guest(0);
     let mut one = lab.process("one");
     let mut two = lab.process("two");
@@ -111,7 +111,7 @@ fn only_groups_in_common_reach_each_other() {
 
 #[test]
 fn connects_to_ports_that_were_not_named_are_refused_by_the_switch() {
-    let lab = Lab::new(1);
+    let lab = AttachDaemon::new(1);
     let request = AttachRequest {
         ports: vec![Port::new(1000), PORT],
         ..named("server")
@@ -136,7 +136,7 @@ fn connects_to_ports_that_were_not_named_are_refused_by_the_switch() {
 
 #[test]
 fn a_process_meets_the_host_if_it_is_configured_so() {
-    let lab = Lab::new(0);
+    let lab = AttachDaemon::new(0);
     let mut process = lab.process("alone");
     let refused = process.driver.wait_connect(host(5), deadline());
     assert!(matches!(refused, Err(WaitError::Refused)), "{refused:?}");
@@ -147,7 +147,7 @@ fn a_process_meets_the_host_if_it_is_configured_so() {
     let meet = |attach: &mut AttachConfig| {
         attach.host = AttachHost::Hybrid { path };
     };
-    let lab = Lab::with(0, |_| {}, meet);
+    let lab = AttachDaemon::with(0, |_| {}, meet);
     let mut process = lab.process("served");
     let stream = process.driver.wait_connect(host(5), deadline()).unwrap();
     let (mut program, _) = listener.accept().unwrap();
@@ -162,7 +162,7 @@ fn a_process_meets_the_host_if_it_is_configured_so() {
 
 #[test]
 fn assigned_cids_are_in_the_range_and_skip_those_of_vms() {
-    let lab = Lab::with(3, |_| {}, |attach| attach.cids = 4..=7);
+    let lab = AttachDaemon::with(3, |_| {}, |attach| attach.cids = 4..=7);
     // 4 and 5 are VMs.
     let one = lab.process("one");
     let two = lab.process("two");

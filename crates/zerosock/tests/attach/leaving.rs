@@ -9,7 +9,7 @@ use zerosock::vsock::Fault;
 #[test]
 fn a_detached_process_frees_its_cid_name_and_ports() {
     for workers in [1, 2] {
-        let lab = Lab::with(1, |config| config.workers = workers, |_| {});
+        let lab = AttachDaemon::with(1, |config| config.workers = workers, |_| {});
         let mut guest = lab.guest(0);
         let mut cids = Vec::new();
         for _ in 0..20 {
@@ -45,7 +45,7 @@ fn a_detached_process_frees_its_cid_name_and_ports() {
 
 #[test]
 fn a_lease_that_closes_ends_the_device() {
-    let lab = Lab::new(0);
+    let lab = AttachDaemon::new(0);
     let Process {
         mut driver,
         control,
@@ -65,7 +65,7 @@ fn a_lease_that_closes_ends_the_device() {
 
 #[test]
 fn a_device_that_closes_ends_the_lease() {
-    let lab = Lab::new(0);
+    let lab = AttachDaemon::new(0);
     let Process {
         driver,
         mut control,
@@ -85,7 +85,7 @@ fn a_device_that_closes_ends_the_lease() {
 
 #[test]
 fn processes_are_notified_when_the_daemon_ends() {
-    let mut lab = Lab::new(0);
+    let mut lab = AttachDaemon::new(0);
     let mut process = lab.process("db");
     lab.daemon.take().unwrap().shutdown();
     eventually("the lease hung up", || hung_up(&process.control));
@@ -98,7 +98,7 @@ fn processes_are_notified_when_the_daemon_ends() {
 #[test]
 fn a_process_that_dies_during_a_transfer_does_not_affect_others() {
     for workers in [1, 2] {
-        let lab = Lab::with(1, |config| config.workers = workers, |_| {});
+        let lab = AttachDaemon::with(1, |config| config.workers = workers, |_| {});
         let mut guest = lab.guest(0);
         let mut two = lab.process("two");
         guest.listen(PORT, 8).unwrap();

@@ -1,7 +1,7 @@
 //! Reload: which settings change while a daemon runs, and which connections stay.
 
 use super::*;
-use crate::common::{assert_bytes, bytes, connect_guest, eventually, eventually_with, host};
+use crate::common::{self, assert_bytes, bytes, connect_guest, eventually, eventually_with, host};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
 use zerosock::access::{AccessList, Cids, Party, Ports, Rule, Verdict};
@@ -23,7 +23,7 @@ fn cid(cid: u32) -> Party {
     Party::Cids(Cids::new(Cid::new(cid), Cid::new(cid)).unwrap())
 }
 
-fn reload(lab: &Lab, rules: impl IntoIterator<Item = Rule>) {
+fn reload(lab: &AttachDaemon, rules: impl IntoIterator<Item = Rule>) {
     let access = AccessList::new(rules);
     lab.daemon()
         .reload(Reload {
@@ -34,7 +34,7 @@ fn reload(lab: &Lab, rules: impl IntoIterator<Item = Rule>) {
 }
 
 /// A VM at sockets in the lab's directory.
-fn vm(lab: &Lab, cid: u32, groups: &str) -> (Vm, VmConfig) {
+fn vm(lab: &AttachDaemon, cid: u32, groups: &str) -> (Vm, VmConfig) {
     let dir = lab.path.parent().unwrap();
     let vm = Vm {
         cid,
@@ -80,7 +80,7 @@ fn reaches(from: &mut Driver, to: &mut Driver, port: u32) -> bool {
 #[test]
 fn the_access_list_applies_to_all_endpoints_in_both_directions() {
     for workers in [1, 3] {
-        let lab = Lab::with(
+        let lab = AttachDaemon::with(
             1,
             |config| config.workers = workers,
             |attach| attach.service_uids = vec![rustix::process::geteuid().as_raw()],
@@ -147,7 +147,7 @@ fn an_established_stream_continues_when_a_new_rule_denies_it() {
             // A slow machine must not look like a stalled receiver: its bytes would be copied.
             config.hold = common::PATIENCE;
         };
-        let lab = Lab::with(2, tune, |_| {});
+        let lab = AttachDaemon::with(2, tune, |_| {});
         let mut one = lab.guest(0);
         let mut two = lab.guest(1);
         two.listen(PORT, 8).unwrap();
@@ -192,7 +192,7 @@ fn an_established_stream_continues_when_a_new_rule_denies_it() {
 #[test]
 fn vms_come_and_go_and_their_cids_with_them() {
     for workers in [1, 3] {
-        let lab = Lab::with(1, |config| config.workers = workers, |_| {});
+        let lab = AttachDaemon::with(1, |config| config.workers = workers, |_| {});
         let mut stays = lab.guest(0);
         let mut process = lab.process("p");
         stays.listen(PORT, 64).unwrap();
@@ -270,7 +270,7 @@ fn vms_come_and_go_and_their_cids_with_them() {
 
 #[test]
 fn an_order_that_cannot_be_carried_out_changes_nothing() {
-    let lab = Lab::with(2, |_| {}, |attach| attach.max_processes = 1);
+    let lab = AttachDaemon::with(2, |_| {}, |attach| attach.max_processes = 1);
     let mut one = lab.guest(0);
     let mut two = lab.guest(1);
     two.listen(PORT, 8).unwrap();
@@ -339,7 +339,7 @@ fn an_order_that_cannot_be_carried_out_changes_nothing() {
 #[test]
 fn a_service_of_a_removed_user_keeps_its_ports_and_gets_no_others() {
     use super::services::service;
-    let lab = Lab::with(
+    let lab = AttachDaemon::with(
         1,
         |config| config.workers = 2,
         |attach| attach.service_uids = vec![rustix::process::geteuid().as_raw()],

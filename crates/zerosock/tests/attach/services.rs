@@ -4,7 +4,7 @@ use std::io::Read;
 use std::os::unix::net::UnixListener;
 
 use super::*;
-use crate::common::{assert_bytes, bytes, connect_guest, eventually, eventually_with, host};
+use crate::common::{self, assert_bytes, bytes, connect_guest, eventually, eventually_with, host};
 use zerosock::attach::{LAST_CLAIMABLE, MAX_CLAIMS, ServiceRequest, Serving};
 use zerosock::driver::WaitError;
 use zerosock::vsock::Fault;
@@ -20,8 +20,8 @@ fn me() -> u32 {
 }
 
 /// A daemon on which the test's own user may run services.
-fn lab_with(vms: u32, workers: usize, tune: impl FnOnce(&mut AttachConfig)) -> Lab {
-    Lab::with(
+fn lab_with(vms: u32, workers: usize, tune: impl FnOnce(&mut AttachConfig)) -> AttachDaemon {
+    AttachDaemon::with(
         vms,
         |config| {
             config.workers = workers;
@@ -35,7 +35,7 @@ fn lab_with(vms: u32, workers: usize, tune: impl FnOnce(&mut AttachConfig)) -> L
     )
 }
 
-fn lab(vms: u32, workers: usize) -> Lab {
+fn lab(vms: u32, workers: usize) -> AttachDaemon {
     lab_with(vms, workers, |_| {})
 }
 
@@ -43,7 +43,7 @@ fn ports(ports: &[u32]) -> Vec<Port> {
     ports.iter().copied().map(Port::new).collect()
 }
 
-fn ask(lab: &Lab, claims: &[u32]) -> Result<Serving, AttachError> {
+fn ask(lab: &AttachDaemon, claims: &[u32]) -> Result<Serving, AttachError> {
     let request = ServiceRequest {
         name: None,
         ports: ports(claims),
@@ -52,7 +52,7 @@ fn ask(lab: &Lab, claims: &[u32]) -> Result<Serving, AttachError> {
 }
 
 /// A service that has claimed these ports and listens on them.
-pub(crate) fn service(lab: &Lab, claims: &[u32]) -> Service {
+pub(crate) fn service(lab: &AttachDaemon, claims: &[u32]) -> Service {
     let Serving {
         socket,
         sources,
@@ -203,7 +203,7 @@ fn reserved_ports_and_too_many_are_refused() {
 #[test]
 fn strangers_and_processes_claim_nothing() {
     // Without configuration no process may be a service.
-    let lab = Lab::new(1);
+    let lab = AttachDaemon::new(1);
     let error = ask(&lab, &[10]).unwrap_err();
     assert!(matches!(error, AttachError::NotPermitted), "{error}");
     let mut process = lab.process("db");
@@ -222,7 +222,7 @@ fn strangers_and_processes_claim_nothing() {
 }
 
 /// Asks as another user, as the kernel reports it (SO_PEERCRED).
-fn ask_as(uid: u32, lab: &Lab, claims: &[u32]) -> Result<Serving, AttachError> {
+fn ask_as(uid: u32, lab: &AttachDaemon, claims: &[u32]) -> Result<Serving, AttachError> {
     std::thread::scope(|scope| {
         let asking = scope.spawn(|| {
             let uid = rustix::process::Uid::from_raw(uid);
@@ -245,7 +245,7 @@ fn another_user_is_a_service_only_if_configured() {
         let _ = writeln!(std::io::stdout(), "\nSKIPPED services' users: {reason}");
         return;
     }
-    let open = |lab: &Lab| {
+    let open = |lab: &AttachDaemon| {
         for (path, mode) in [(lab.path.parent().unwrap(), 0o755), (&lab.path, 0o666)] {
             std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
         }
@@ -420,7 +420,7 @@ fn services_connect_out_and_replies_come_to_the_right_one() {
 fn an_endpoint_is_a_service_with_messages_and_several_pairs() {
     use zerosock::vsock::Endpoint;
     for pairs in [1, 3] {
-        let lab = Lab::with(
+        let lab = AttachDaemon::with(
             1,
             |config| {
                 config.workers = 3;

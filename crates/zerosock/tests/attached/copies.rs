@@ -10,9 +10,9 @@ use zerosock::daemon::{Daemon, DaemonConfig};
 use zerosock::vsock::{Endpoint, Stream, Trust};
 use zerosock::{Address, Cid};
 
-use super::common::{PATIENCE, assert_bytes, bytes, eventually};
 use super::hub::Hub;
 use super::{FOR_EVER, PORT, patient};
+use crate::common::{PATIENCE, assert_bytes, bytes, eventually};
 
 /// File and offset of a byte: the same in every process that has it mapped.
 fn place(at: *const u8) -> (String, usize) {

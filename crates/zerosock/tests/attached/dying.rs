@@ -7,8 +7,8 @@ use std::process::{Command, Stdio};
 use zerosock::vsock::Endpoint;
 
 use super::PORT;
-use super::common::{self, PATIENCE, eventually};
 use super::hub::Hub;
+use crate::common::{self, PATIENCE, eventually};
 
 /// Not a test by itself: the process that the next test kills.
 #[test]
@@ -35,7 +35,7 @@ fn a_process_that_dies_during_a_transfer_is_detached_and_its_leases_are_torn() {
     for round in 0..2 {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args([
-                "dying::dying_process",
+                "attached::dying::dying_process",
                 "--exact",
                 "--ignored",
                 "--nocapture",

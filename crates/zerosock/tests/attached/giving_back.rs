@@ -7,11 +7,11 @@ use std::thread;
 use zerosock::vsock::Stream;
 use zerosock_proto::wire::vsock::Op;
 
-use super::common::PATIENCE;
-use super::common::raw::{SIZE, TX};
 use super::hub::Hub;
 use super::taken_back::process;
 use super::{PORT, patient};
+use crate::common::PATIENCE;
+use crate::common::raw::{SIZE, TX};
 
 /// As many as are published to the process at once: an eighth of the queue.
 const PACKETS: u16 = SIZE / 8;

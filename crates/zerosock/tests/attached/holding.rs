@@ -4,8 +4,8 @@ use std::io::{ErrorKind, Read, Write};
 
 use zerosock::vsock::Stream;
 
-use super::common::{assert_bytes, bytes};
 use super::hub::Hub;
+use crate::common::{assert_bytes, bytes};
 
 /// Keeps leases on everything that `from` sends, every second one under a reading; other
 /// connections must continue.

@@ -6,9 +6,9 @@ use std::time::Instant;
 
 use zerosock::vsock::{Endpoint, EndpointBuilder, Host, HostBuilder, Stream};
 
-use super::common::pairs;
-use super::common::pump::Pumped;
-use super::{FOR_EVER, PORT, common, patient};
+use super::{FOR_EVER, PORT, patient};
+use crate::common::pump::Pumped;
+use crate::common::{self, pairs};
 
 pub(crate) struct Hub {
     host: Pumped,

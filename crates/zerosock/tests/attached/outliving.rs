@@ -11,9 +11,10 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use zerosock::vsock::{Endpoint, Host};
 
-use super::common::pump::Pumped;
 use super::hub::Hub;
-use super::{FOR_EVER, PORT, common, patient};
+use super::{FOR_EVER, PORT, patient};
+use crate::common;
+use crate::common::pump::Pumped;
 
 #[test]
 fn a_lease_outlives_its_stream_its_endpoint_and_its_host() {
@@ -115,7 +116,11 @@ fn bytes_of_a_host_that_has_ended_are_read_by_a_process_that_slept() {
     let host = Host::builder().attach(&path).start().unwrap();
     let listener = host.listen(PORT, 1).unwrap();
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["outliving::sleeping_process", "--exact", "--ignored"])
+        .args([
+            "attached::outliving::sleeping_process",
+            "--exact",
+            "--ignored",
+        ])
         .arg("--nocapture")
         .env("ZEROSOCK_TEST_ATTACH", &path)
         .stdout(Stdio::piped())

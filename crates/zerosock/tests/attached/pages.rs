@@ -4,8 +4,9 @@ use std::fs;
 use std::io::Write;
 use std::time::Instant;
 
+use super::FOR_EVER;
 use super::hub::Hub;
-use super::{FOR_EVER, common};
+use crate::common;
 
 /// Number of 2 MiB pages that the system reserves.
 fn pool() -> u64 {

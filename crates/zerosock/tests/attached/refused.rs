@@ -11,8 +11,9 @@ use zerosock::vsock::{
     BindError, ConnectError, ConnectReason, Endpoint, EndpointBuilder, Fault, Host, OpenError,
 };
 
+use super::PORT;
 use super::hub::Hub;
-use super::{PORT, common};
+use crate::common;
 
 #[test]
 fn memory_that_can_shrink_is_refused_by_a_host() {
@@ -27,7 +28,7 @@ fn memory_that_can_shrink_is_refused_by_a_host() {
     assert!(
         matches!(
             error,
-            driver::AttachError::Frontend(FrontendError::Refused {
+            driver::DriverAttachError::Frontend(FrontendError::Refused {
                 request: "SET_MEM_TABLE",
                 ..
             })

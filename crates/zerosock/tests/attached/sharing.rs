@@ -9,8 +9,8 @@ use zerosock::vsock::{
     Poller, Stream, Wait,
 };
 
-use super::common::{assert_bytes, bytes};
 use super::hub::Hub;
+use crate::common::{assert_bytes, bytes};
 
 fn is_send<T: Send>() {}
 fn is_sync<T: Sync>() {}

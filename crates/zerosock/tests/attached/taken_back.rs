@@ -11,11 +11,11 @@ use zerosock::driver::{Frontend, FrontendError};
 use zerosock::vsock::{Stream, StreamError};
 use zerosock_proto::wire::vsock::Op;
 
-use super::common::raw::{GUEST, NEXT, RX, RawGuest, TX, WRITE, emit};
-use super::common::{PATIENCE, assert_bytes, bytes, eventually, this_thread, until_asleep};
 use super::hub::Hub;
 use super::trust::trust;
 use super::{FOR_EVER, PORT, patient};
+use crate::common::raw::{GUEST, NEXT, RX, RawGuest, TX, WRITE, emit};
+use crate::common::{PATIENCE, assert_bytes, bytes, eventually, this_thread, until_asleep};
 
 /// An attached process, and the client that has its lease.
 pub(crate) fn process(hub: &Hub) -> (RawGuest, Client) {

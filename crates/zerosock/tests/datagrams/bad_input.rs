@@ -4,9 +4,9 @@
 use zerosock::vsock::DatagramDrops;
 use zerosock_proto::vsock::datagram::data;
 
-use super::common::{assert_bytes, bytes, eventually};
 use super::hostile::{Guest, guest, guest_at};
 use super::*;
+use crate::common::{assert_bytes, bytes, eventually};
 
 const OURS: Port = Port::new(40);
 

@@ -3,8 +3,8 @@
 use std::io::ErrorKind;
 use std::thread;
 
-use super::common::{assert_bytes, bytes, eventually};
 use super::*;
+use crate::common::{self, assert_bytes, bytes, eventually};
 
 const LENGTHS: [usize; 8] = [0, 1, 44, 4096, 4097, 65535, 65536, 3];
 

@@ -5,8 +5,8 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Instant;
 
-use super::common::{assert_bytes, bytes, eventually};
 use super::*;
+use crate::common::{assert_bytes, bytes, eventually};
 
 const LEN: usize = 2000;
 

@@ -7,9 +7,9 @@ use zerosock_proto::vsock::datagram::{
 };
 use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
 
-use super::common::raw::{RX_LEN, RawGuest, connect};
-use super::common::{assert_bytes, bytes, eventually};
 use super::*;
+use crate::common::raw::{RX_LEN, RawGuest, connect};
+use crate::common::{assert_bytes, bytes, eventually};
 
 /// A guest that writes its packets by hand.
 pub(crate) struct Guest {

@@ -2,8 +2,8 @@
 
 use std::io::Write;
 
-use super::common::eventually;
 use super::*;
+use crate::common::eventually;
 use zerosock::vsock::{Lease, Trust};
 
 /// File and offset of a byte: the same in every process that has it mapped.

@@ -9,8 +9,8 @@ use tokio::io::ReadBuf;
 use tokio::time::timeout;
 use zerosock::vsock::tokio::AsyncDatagram;
 
-use super::common::{assert_bytes, bytes, deadline};
 use super::*;
+use crate::common::{assert_bytes, bytes, deadline};
 
 fn task(socket: Datagram) -> AsyncDatagram {
     AsyncDatagram::new(socket).unwrap()

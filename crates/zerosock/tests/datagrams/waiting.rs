@@ -5,6 +5,7 @@ use std::thread;
 use std::time::Instant;
 
 use super::*;
+use crate::common;
 use zerosock::vsock::{Poller, Readiness, Ready, Wait};
 
 #[test]

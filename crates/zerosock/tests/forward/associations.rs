@@ -11,10 +11,10 @@ use zerosock::access::{AccessList, Party, Ports, Rule, Verdict};
 use zerosock::daemon::Reload;
 use zerosock::vsock::{Datagram, Endpoint};
 
-use super::common::{PATIENCE, assert_bytes, bytes, deadline, eventually, host};
 use super::datagrams::{LONGEST, udp_server};
 use super::names::name_server;
-use super::{Lab, rule, unix};
+use super::{ForwardingDaemon, rule, unix};
+use crate::common::{PATIENCE, assert_bytes, bytes, deadline, eventually, host};
 
 fn bound(guest: &Endpoint, port: u32) -> Datagram {
     let socket = Datagram::bind(guest, Port::new(port)).unwrap();
@@ -45,7 +45,7 @@ fn answer(socket: &Datagram, port: u32) -> Vec<u8> {
 #[test]
 fn datagrams_keep_their_bounds_and_are_not_copied() {
     let (server, target) = udp_server();
-    let lab = Lab::new(vec![rule(53, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(53, target)]);
     let guest = lab.endpoint();
     let socket = bound(&guest, 1000);
     let mut total = 0;
@@ -79,7 +79,7 @@ fn small_buffers_of_the_guest_keep_the_bounds() {
     let sum = |lengths: &[usize]| lengths.iter().sum::<usize>() as u64;
     for (receive_buffers, copied_answers) in [(1000, 0..0), (500, 2..3)] {
         let (server, target) = udp_server();
-        let lab = Lab::new(vec![rule(53, target)]);
+        let lab = ForwardingDaemon::new(vec![rule(53, target)]);
         let guest = Endpoint::builder()
             .receive_buffers(receive_buffers)
             .transmit_buffers(3000)
@@ -111,7 +111,7 @@ fn small_buffers_of_the_guest_keep_the_bounds() {
 fn an_address_of_a_name_that_refuses_datagrams_is_replaced_by_the_next() {
     let (server, target) = udp_server();
     let port = target.rsplit(':').next().unwrap();
-    let lab = Lab::new(vec![rule(53, format!("udp:localhost:{port}"))]);
+    let lab = ForwardingDaemon::new(vec![rule(53, format!("udp:localhost:{port}"))]);
     let guest = lab.endpoint();
     let socket = bound(&guest, 1000);
     server.set_nonblocking(true).unwrap();
@@ -138,7 +138,7 @@ fn an_address_of_a_name_that_refuses_datagrams_is_replaced_by_the_next() {
 #[test]
 fn each_source_has_a_socket_of_its_own() {
     let (server, target) = udp_server();
-    let lab = Lab::with(2, |config| config.forward = vec![rule(53, target)]);
+    let lab = ForwardingDaemon::with(2, |config| config.forward = vec![rule(53, target)]);
     let one = lab.endpoint();
     let two = Endpoint::builder()
         .attach_device(&lab.vms[1].socket)
@@ -171,7 +171,7 @@ fn a_rule_is_full_until_an_association_has_been_idle() {
     let mut limited = rule(53, target);
     limited.max_connections = Some(1);
     limited.idle_timeout = Some(Duration::from_millis(300));
-    let lab = Lab::new(vec![limited]);
+    let lab = ForwardingDaemon::new(vec![limited]);
     let guest = lab.endpoint();
     let (first, second) = (bound(&guest, 1000), bound(&guest, 1001));
     first.send_to(b"first", host(53)).unwrap();
@@ -192,7 +192,7 @@ fn a_rule_is_full_until_an_association_has_been_idle() {
 fn the_longest_idle_association_makes_room_for_a_new_one() {
     const MOST: u32 = 1024;
     let (server, target) = udp_server();
-    let lab = Lab::new(vec![rule(53, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(53, target)]);
     let guest = lab.endpoint();
     let send = |port| {
         let socket = bound(&guest, port);
@@ -226,7 +226,7 @@ fn a_datagram_to_a_full_rule_ends_no_association_of_another() {
     let (server, target) = udp_server();
     let mut limited = rule(54, &target);
     limited.max_connections = Some(1);
-    let lab = Lab::new(vec![rule(53, &target), limited]);
+    let lab = ForwardingDaemon::new(vec![rule(53, &target), limited]);
     let guest = lab.endpoint();
     let send = |port, to| {
         let socket = bound(&guest, port);
@@ -253,7 +253,7 @@ fn datagrams_that_are_too_long_are_dropped_and_counted() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     let unix_server = UnixDatagram::bind(&path).unwrap();
-    let lab = Lab::new(vec![rule(53, target), rule(54, unix("unix-dgram", &path))]);
+    let lab = ForwardingDaemon::new(vec![rule(53, target), rule(54, unix("unix-dgram", &path))]);
     let guest = lab.endpoint();
     let socket = bound(&guest, 1000);
     socket.send_to(&[1; LONGEST + 1], host(53)).unwrap();
@@ -275,7 +275,7 @@ fn datagrams_that_are_too_long_are_dropped_and_counted() {
 fn a_udp_port_without_a_socket_ends_nothing() {
     let (server, target) = udp_server();
     let address = server.local_addr().unwrap();
-    let lab = Lab::new(vec![rule(53, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(53, target)]);
     let guest = lab.endpoint();
     let socket = bound(&guest, 1000);
     drop(server);
@@ -309,7 +309,7 @@ fn a_unix_server_is_reached_and_found_again_after_a_restart() {
     let path = dir.path().join("log");
     let mut lasting = rule(514, unix("unix-dgram", &path));
     lasting.idle_timeout = Some(10 * PATIENCE);
-    let lab = Lab::new(vec![lasting]);
+    let lab = ForwardingDaemon::new(vec![lasting]);
     let guest = lab.endpoint();
     let socket = bound(&guest, 1000);
     socket.send_to(b"lost", host(514)).unwrap();
@@ -346,7 +346,7 @@ fn a_burst_waits_for_a_unix_server_that_is_full() {
     let path = dir.path().join("s");
     let server = UnixDatagram::bind(&path).unwrap();
     server.set_read_timeout(Some(PATIENCE)).unwrap();
-    let lab = Lab::new(vec![rule(514, unix("unix-dgram", &path))]);
+    let lab = ForwardingDaemon::new(vec![rule(514, unix("unix-dgram", &path))]);
     let guest = lab.endpoint();
     let socket = bound(&guest, 1000);
     let queue = std::fs::read_to_string("/proc/sys/net/unix/max_dgram_qlen").unwrap();
@@ -381,7 +381,7 @@ fn a_name_is_resolved_while_datagrams_wait_and_the_policy_holds() {
     let denied = rule(1, format!("udp:inside.test:{port}"));
     let mut allowed = rule(2, format!("udp:inside.test:{port}"));
     allowed.allow = vec!["127.0.0.0/8".parse().unwrap()];
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.forward = vec![denied, allowed];
         config.connect_timeout = Duration::from_secs(30);
         config.name_servers = vec![name_server(Ipv4Addr::LOCALHOST)];
@@ -409,7 +409,7 @@ fn a_name_is_resolved_while_datagrams_wait_and_the_policy_holds() {
 fn datagrams_that_wait_for_a_name_are_bounded() {
     let silent = UdpSocket::bind("127.0.0.1:0").unwrap();
     let address = silent.local_addr().unwrap();
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.forward = vec![rule(1, "udp:nowhere.test:80")];
         config.connect_timeout = 10 * PATIENCE;
         config.name_servers = vec![address];
@@ -432,7 +432,7 @@ fn datagrams_that_wait_for_a_name_are_bounded() {
 fn access_rules_and_changed_rules_apply_to_the_next_datagram() {
     let (server, target) = udp_server();
     let (other, other_target) = udp_server();
-    let lab = Lab::new(vec![rule(53, &target)]);
+    let lab = ForwardingDaemon::new(vec![rule(53, &target)]);
     let guest = lab.endpoint();
     let socket = bound(&guest, 1000);
     socket.send_to(b"one", host(53)).unwrap();
@@ -472,7 +472,7 @@ fn access_rules_and_changed_rules_apply_to_the_next_datagram() {
 fn a_rule_that_gets_another_name_keeps_its_associations_and_counters() {
     let (server, target) = udp_server();
     let named = |name: &str| rule(53, &target).name(name.parse().unwrap());
-    let lab = Lab::new(vec![named("dns")]);
+    let lab = ForwardingDaemon::new(vec![named("dns")]);
     let guest = lab.endpoint();
     let socket = bound(&guest, 1000);
     socket.send_to(b"one", host(53)).unwrap();
@@ -497,7 +497,7 @@ fn a_rule_that_gets_another_name_keeps_its_associations_and_counters() {
 #[test]
 fn a_guest_that_goes_leaves_no_association() {
     let (server, target) = udp_server();
-    let lab = Lab::new(vec![rule(53, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(53, target)]);
     let guest = lab.endpoint();
     let socket = bound(&guest, 1000);
     socket.send_to(b"one", host(53)).unwrap();

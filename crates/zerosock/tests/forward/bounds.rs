@@ -6,15 +6,15 @@ use std::time::Duration;
 
 use zerosock::driver::{RecvError, SendError};
 
-use super::common::{assert_bytes, bytes, deadline, eventually_with, host};
-use super::{Lab, accept, refused, rule, tcp_server};
+use super::{ForwardingDaemon, accept, refused, rule, tcp_server};
+use crate::common::{assert_bytes, bytes, deadline, eventually_with, host};
 
 #[test]
 fn connections_over_the_limit_of_a_rule_are_refused() {
     let (listener, target) = tcp_server();
     let mut limited = rule(1, target);
     limited.max_connections = Some(2);
-    let lab = Lab::with(2, |config| config.forward = vec![limited]);
+    let lab = ForwardingDaemon::with(2, |config| config.forward = vec![limited]);
     let (mut one, mut two) = (lab.guest_of(0), lab.guest_of(1));
     let first = one.wait_connect(host(1), deadline()).unwrap();
     let _a = accept(&listener);
@@ -32,7 +32,7 @@ fn an_idle_connection_is_reset_and_a_busy_one_is_not() {
     let (listener, target) = tcp_server();
     let mut idle = rule(1, target);
     idle.idle_timeout = Some(Duration::from_millis(400));
-    let lab = Lab::new(vec![idle]);
+    let lab = ForwardingDaemon::new(vec![idle]);
     let mut guest = lab.guest();
     let busy = guest.wait_connect(host(1), deadline()).unwrap();
     let mut at_busy = accept(&listener);
@@ -60,7 +60,7 @@ fn an_idle_connection_is_reset_and_a_busy_one_is_not() {
 fn a_target_that_stops_reading_stalls_only_its_own_connection() {
     const LEN: usize = 4 << 20;
     let (listener, target) = tcp_server();
-    let lab = Lab::new(vec![rule(1, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(1, target)]);
     let mut guest = lab.guest();
     let stalled = guest.wait_connect(host(1), deadline()).unwrap();
     let mut at_stalled = accept(&listener);
@@ -111,7 +111,7 @@ fn a_target_that_stops_reading_stalls_only_its_own_connection() {
 #[test]
 fn a_guest_that_stops_reading_stalls_the_target() {
     let (listener, target) = tcp_server();
-    let lab = Lab::new(vec![rule(1, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(1, target)]);
     let mut guest = lab.guest();
     let stream = guest.wait_connect(host(1), deadline()).unwrap();
     let mut server = accept(&listener);
@@ -144,7 +144,7 @@ fn a_guest_that_stops_reading_stalls_the_target() {
 #[test]
 fn connects_and_ends_leave_nothing_behind() {
     let (listener, target) = tcp_server();
-    let lab = Lab::new(vec![rule(1, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(1, target)]);
     let mut guest = lab.guest();
     let accepting = thread::spawn(move || {
         for _ in 0..300 {

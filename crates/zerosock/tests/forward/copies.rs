@@ -4,15 +4,15 @@ use std::io::{Read, Write};
 
 use zerosock_proto::wire::vsock::Op;
 
-use super::common::raw::{RawGuest, TX};
-use super::common::{PATIENCE, assert_bytes, bytes, deadline, eventually, host};
-use super::{Lab, accept, rule, tcp_server};
+use super::{ForwardingDaemon, accept, rule, tcp_server};
+use crate::common::raw::{RawGuest, TX};
+use crate::common::{PATIENCE, assert_bytes, bytes, deadline, eventually, host};
 
 /// Fits into the buffers of sockets without a stall.
 const LEN: usize = 60_000;
 
 #[track_caller]
-fn in_place(lab: &Lab) {
+fn in_place(lab: &ForwardingDaemon) {
     eventually("all counted", || lab.stats().in_place_bytes == LEN as u64);
     assert_eq!(lab.stats().copied_bytes, 0);
 }
@@ -20,7 +20,7 @@ fn in_place(lab: &Lab) {
 #[test]
 fn guest_to_tcp_is_not_copied() {
     let (listener, target) = tcp_server();
-    let lab = Lab::new(vec![rule(1, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(1, target)]);
     let mut guest = lab.guest();
     let stream = guest.wait_connect(host(1), deadline()).unwrap();
     let mut server = accept(&listener);
@@ -34,7 +34,7 @@ fn guest_to_tcp_is_not_copied() {
 #[test]
 fn tcp_to_guest_is_not_copied() {
     let (listener, target) = tcp_server();
-    let lab = Lab::new(vec![rule(1, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(1, target)]);
     let mut guest = lab.guest();
     let stream = guest.wait_connect(host(1), deadline()).unwrap();
     let mut server = accept(&listener);
@@ -51,7 +51,7 @@ fn tcp_to_guest_is_not_copied() {
 fn a_byte_changed_while_the_socket_is_full_is_changed_at_the_target() {
     const PART: usize = 4096;
     let (listener, target) = tcp_server();
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.forward = vec![rule(1, target)];
         // No chain is copied out for its age.
         config.hold = PATIENCE;

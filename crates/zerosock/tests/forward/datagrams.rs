@@ -11,8 +11,8 @@ use rustix::net::{
 };
 use zerosock::vsock::{Endpoint, SeqPacket};
 
-use super::common::{PATIENCE, bytes, eventually, host};
-use super::{Lab, rule, unix};
+use super::{ForwardingDaemon, rule, unix};
+use crate::common::{PATIENCE, bytes, eventually, host};
 
 /// The largest datagram of UDP over IPv4.
 pub(super) const LONGEST: usize = 65_507;
@@ -42,7 +42,7 @@ fn received(socket: &SeqPacket) -> Vec<u8> {
 #[test]
 fn each_message_is_one_datagram_in_both_directions() {
     let (server, target) = udp_server();
-    let lab = Lab::new(vec![rule(53, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(53, target)]);
     let guest = lab.endpoint();
     let socket = connect(&guest, 53);
     let mut datagram = vec![0; 70_000];
@@ -71,7 +71,7 @@ fn each_message_is_one_datagram_in_both_directions() {
 #[test]
 fn a_message_longer_than_a_datagram_is_dropped_and_counted() {
     let (server, target) = udp_server();
-    let lab = Lab::new(vec![rule(53, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(53, target)]);
     let guest = lab.endpoint();
     let socket = connect(&guest, 53);
     socket.send(&vec![1; LONGEST + 1]).unwrap();
@@ -85,7 +85,7 @@ fn a_message_longer_than_a_datagram_is_dropped_and_counted() {
 #[test]
 fn a_datagram_that_the_guest_could_never_take_is_dropped_and_counted() {
     let (server, target) = udp_server();
-    let lab = Lab::new(vec![rule(53, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(53, target)]);
     let guest = lab.endpoint();
     let socket = connect(&guest, 53);
     socket.set_buffer_size(10_000).unwrap();
@@ -102,7 +102,7 @@ fn a_datagram_that_the_guest_could_never_take_is_dropped_and_counted() {
 fn a_udp_port_without_a_socket_does_not_end_the_connection() {
     let (server, target) = udp_server();
     let address = server.local_addr().unwrap();
-    let lab = Lab::new(vec![rule(53, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(53, target)]);
     let guest = lab.endpoint();
     let socket = connect(&guest, 53);
     drop(server);
@@ -132,7 +132,7 @@ fn an_idle_udp_connection_ends() {
     let (_server, target) = udp_server();
     let mut idle = rule(53, target);
     idle.idle_timeout = Some(Duration::from_millis(200));
-    let lab = Lab::new(vec![idle]);
+    let lab = ForwardingDaemon::new(vec![idle]);
     let guest = lab.endpoint();
     let socket = connect(&guest, 53);
     let ended = socket.recv(&mut [0; 10]);
@@ -146,7 +146,7 @@ fn a_unix_datagram_server_is_reached_and_answers() {
     let path = dir.path().join("log");
     let server = UnixDatagram::bind(&path).unwrap();
     server.set_read_timeout(Some(PATIENCE)).unwrap();
-    let lab = Lab::new(vec![rule(514, unix("unix-dgram", &path))]);
+    let lab = ForwardingDaemon::new(vec![rule(514, unix("unix-dgram", &path))]);
     let guest = lab.endpoint();
     let socket = connect(&guest, 514);
     let mut datagram = vec![0; 70_000];
@@ -190,7 +190,7 @@ fn a_seqpacket_server_gets_packets_with_their_bounds_and_the_end() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     let listener = packet_listener(&path);
-    let lab = Lab::new(vec![rule(7, unix("unix-seqpacket", &path))]);
+    let lab = ForwardingDaemon::new(vec![rule(7, unix("unix-seqpacket", &path))]);
     let guest = lab.endpoint();
     let socket = connect(&guest, 7);
     let server = rustix::net::accept(&listener).unwrap();
@@ -215,7 +215,7 @@ fn a_seqpacket_server_gets_packets_with_their_bounds_and_the_end() {
 #[test]
 fn a_stream_does_not_match_a_rule_for_messages() {
     let (_server, target) = udp_server();
-    let lab = Lab::new(vec![rule(53, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(53, target)]);
     let guest = lab.endpoint();
     let error = guest.connect(host(53)).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionRefused);

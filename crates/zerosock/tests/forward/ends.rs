@@ -6,15 +6,15 @@ use std::thread;
 use std::time::Duration;
 
 use zerosock::Port;
-use zerosock::driver::{Driver, How, RecvError, SendError, StreamId};
+use zerosock::driver::{Directions, Driver, RecvError, SendError, StreamId};
 
-use super::common::{deadline, eventually_with, host};
 use super::inward::{listening, tcp_listener};
-use super::{Lab, accept, rule, tcp_server, with_time_outs};
+use super::{ForwardingDaemon, accept, rule, tcp_server, with_time_outs};
+use crate::common::{deadline, eventually_with, host};
 
 /// A connection: whether the guest has connected, the guest's end, and the other one.
 struct Joined {
-    lab: Lab,
+    lab: ForwardingDaemon,
     guest: Driver,
     stream: StreamId,
     outside: TcpStream,
@@ -22,7 +22,7 @@ struct Joined {
 
 fn outward() -> Joined {
     let (listener, target) = tcp_server();
-    let lab = Lab::new(vec![rule(1, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(1, target)]);
     let mut guest = lab.guest();
     let stream = guest.wait_connect(host(1), deadline()).unwrap();
     let outside = accept(&listener);
@@ -37,7 +37,7 @@ fn outward() -> Joined {
 fn inward() -> Joined {
     let (socket, on) = tcp_listener();
     let to = on;
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.listen = vec![listening(on, socket, "3:1")]
     });
     let mut guest = lab.guest();
@@ -72,7 +72,7 @@ fn the_guests_half_close_leaves_the_other_direction_open() {
             ..
         } = joined;
         guest.wait_send(stream, b"question", deadline()).unwrap();
-        guest.shutdown(stream, How::SEND);
+        guest.shutdown(stream, Directions::SEND);
         let answer = thread::spawn(move || {
             let mut question = Vec::new();
             outside.read_to_end(&mut question).unwrap();
@@ -105,7 +105,7 @@ fn the_other_half_close_leaves_the_guests_direction_open() {
             .unwrap();
         assert_eq!(got, b"question");
         guest.wait_send(stream, b"answer", deadline()).unwrap();
-        guest.shutdown(stream, How::SEND);
+        guest.shutdown(stream, Directions::SEND);
         let reader = thread::spawn(move || {
             let mut answer = Vec::new();
             outside.read_to_end(&mut answer).unwrap();

@@ -11,10 +11,10 @@ use zerosock::driver::Driver;
 use zerosock::forward::{ListenAddress, ListenRule};
 use zerosock::vsock::{Endpoint, Listener};
 
-use super::common::{
+use super::{ForwardingDaemon, with_time_outs};
+use crate::common::{
     PATIENCE, assert_bytes, bytes, deadline, eventually, eventually_with, hybrid, read_ok,
 };
-use super::{Lab, with_time_outs};
 
 /// A bound socket of a rule, and its address.
 pub(super) fn tcp_listener() -> (OwnedFd, SocketAddr) {
@@ -61,7 +61,7 @@ fn there_and_back(mut client: TcpStream) {
 #[test]
 fn a_tcp_client_reaches_a_guest() {
     let (socket, on) = tcp_listener();
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.listen = vec![listening(on, socket, "3:22")]
     });
     let guest = lab.endpoint();
@@ -77,7 +77,7 @@ fn a_tcp_client_reaches_a_guest() {
 #[test]
 fn a_tcp_client_reaches_an_attached_process_by_name() {
     let (socket, on) = tcp_listener();
-    let lab = Lab::with(0, |config| {
+    let lab = ForwardingDaemon::with(0, |config| {
         config.listen = vec![listening(on, socket, "name:web:80")];
     });
     is_reset(connect(on));
@@ -95,7 +95,7 @@ fn a_tcp_client_reaches_an_attached_process_by_name() {
 #[test]
 fn a_tcp_client_reaches_a_service() {
     let (socket, on) = tcp_listener();
-    let lab = Lab::with(0, |config| {
+    let lab = ForwardingDaemon::with(0, |config| {
         config.listen = vec![listening(on, socket, "host:80")];
     });
     is_reset(connect(on));
@@ -118,7 +118,7 @@ fn unix_clients_reach_a_guest() {
         socket.into(),
         "3:22".parse().unwrap(),
     );
-    let lab = Lab::with(1, |config| config.listen = vec![rule]);
+    let lab = ForwardingDaemon::with(1, |config| config.listen = vec![rule]);
     let guest = lab.endpoint();
     let echo = echo(guest.listen(Port::new(22), 8).unwrap());
     let mut client = UnixStream::connect(&path).unwrap();
@@ -134,7 +134,7 @@ fn unix_clients_reach_a_guest() {
 #[test]
 fn a_guest_that_does_not_listen_or_is_not_there_resets_the_client() {
     let (socket, on) = tcp_listener();
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.listen = vec![listening(on, socket, "3:22")]
     });
     // No driver runs.
@@ -156,7 +156,7 @@ fn clients_from_other_networks_and_over_the_limit_are_reset() {
     limited.max_connections = Some(2);
     let mut denied = listening(denied_on, other, "3:22");
     denied.deny = vec!["127.0.0.0/8".parse().unwrap()];
-    let lab = Lab::with(1, |config| config.listen = vec![limited, denied]);
+    let lab = ForwardingDaemon::with(1, |config| config.listen = vec![limited, denied]);
     let mut guest = lab.guest();
     guest.listen(Port::new(22), 8).unwrap();
     is_reset(connect(denied_on));
@@ -177,7 +177,7 @@ fn clients_from_other_networks_and_over_the_limit_are_reset() {
 #[test]
 fn many_clients_reach_devices_of_several_workers() {
     let (socket, on) = tcp_listener();
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.workers = 2;
         config.listen = vec![listening(on, socket, "3:22")];
     });
@@ -222,7 +222,7 @@ fn the_proxy_header_has_the_addresses_of_a_tcp_client_and_comes_first() {
         let on = listener.local_addr().unwrap();
         let mut with_header = listening(on, listener.into(), "3:22");
         with_header.proxy_protocol = true;
-        let lab = Lab::with(1, |config| config.listen = vec![with_header]);
+        let lab = ForwardingDaemon::with(1, |config| config.listen = vec![with_header]);
         let guest = lab.endpoint();
         let listener = guest.listen(Port::new(22), 8).unwrap();
         let mut client = connect(on);
@@ -259,7 +259,7 @@ fn the_proxy_header_comes_before_a_client_has_sent_anything() {
     let (socket, on) = tcp_listener();
     let mut with_header = listening(on, socket, "3:22");
     with_header.proxy_protocol = true;
-    let lab = Lab::with(1, |config| config.listen = vec![with_header]);
+    let lab = ForwardingDaemon::with(1, |config| config.listen = vec![with_header]);
     // A buffer has room for 10 bytes of payload.
     let guest = Endpoint::builder()
         .receive_buffers(54)
@@ -306,7 +306,7 @@ fn the_proxy_header_of_a_unix_client_has_no_address_and_is_a_message_where_there
         packet_socket,
         "3:23",
     );
-    let lab = Lab::with(1, |config| config.listen = vec![streams, messages]);
+    let lab = ForwardingDaemon::with(1, |config| config.listen = vec![streams, messages]);
     let guest = lab.endpoint();
     let listener = guest.listen(Port::new(22), 8).unwrap();
     let mut client = UnixStream::connect(path("s")).unwrap();
@@ -333,7 +333,7 @@ fn the_proxy_header_of_a_unix_client_has_no_address_and_is_a_message_where_there
 
 /// One client, which shows that port 22 has a listener, and then many at once: by a rule, or by the hybrid
 /// socket. Whether all are served.
-fn is_burst_served(lab: &Lab, guest: &mut Driver, rule: Option<SocketAddr>) -> bool {
+fn is_burst_served(lab: &ForwardingDaemon, guest: &mut Driver, rule: Option<SocketAddr>) -> bool {
     let mut tcp: Vec<TcpStream> = Vec::new();
     let mut unix: Vec<UnixStream> = Vec::new();
     let mut served = 0_u64;
@@ -380,7 +380,7 @@ fn is_burst_served(lab: &Lab, guest: &mut Driver, rule: Option<SocketAddr>) -> b
 fn a_burst_above_the_backlog_of_a_guests_listener_is_served() {
     let (socket, on) = tcp_listener();
     let (other, silent_on) = tcp_listener();
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.listen = vec![
             listening(on, socket, "3:22"),
             listening(silent_on, other, "3:23"),

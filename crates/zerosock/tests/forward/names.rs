@@ -6,10 +6,10 @@ use std::os::unix::net::UnixListener;
 use std::thread;
 use std::time::Duration;
 
-use zerosock::driver::How;
+use zerosock::driver::Directions;
 
-use super::common::{deadline, eventually_with, host};
-use super::{Lab, accept, refused, rule, tcp_server, unix};
+use super::{ForwardingDaemon, accept, refused, rule, tcp_server, unix};
+use crate::common::{deadline, eventually_with, host};
 
 /// A name server that has one IPv4 address for every name, and no IPv6 address. It runs until the test
 /// program ends.
@@ -44,7 +44,7 @@ fn a_name_that_leads_to_a_denied_address_is_refused_unless_the_rule_allows_it() 
     let mut allowed = rule(2, format!("tcp:inside.test:{port}"));
     allowed.allow = vec!["127.0.0.0/8".parse().unwrap()];
     let rules = vec![rule(1, format!("tcp:inside.test:{port}")), allowed];
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.forward = rules;
         config.connect_timeout = Duration::from_secs(30);
         config.name_servers = vec![name_server(Ipv4Addr::LOCALHOST)];
@@ -67,7 +67,7 @@ fn a_name_that_leads_to_a_denied_address_is_refused_unless_the_rule_allows_it() 
 fn a_name_server_that_does_not_answer_resets_the_guest_in_time() {
     let silent = UdpSocket::bind("127.0.0.1:0").unwrap();
     let address = silent.local_addr().unwrap();
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.forward = vec![rule(1, "tcp:nowhere.test:80")];
         config.connect_timeout = Duration::from_millis(300);
         config.name_servers = vec![address];
@@ -91,7 +91,7 @@ fn a_guest_has_at_most_256_connects_by_name_under_way() {
     const MOST: usize = 256;
     let silent = UdpSocket::bind("127.0.0.1:0").unwrap();
     let address = silent.local_addr().unwrap();
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.forward = vec![rule(1, "tcp:nowhere.test:80")];
         config.connect_timeout = Duration::from_secs(600);
         config.name_servers = vec![address];
@@ -117,7 +117,7 @@ fn a_guest_has_at_most_256_connects_by_name_under_way() {
 fn localhost_is_named_and_needs_no_name_server() {
     let (listener, target) = tcp_server();
     let port = target.rsplit(':').next().unwrap();
-    let lab = Lab::new(vec![rule(1, format!("tcp:localhost:{port}"))]);
+    let lab = ForwardingDaemon::new(vec![rule(1, format!("tcp:localhost:{port}"))]);
     let mut guest = lab.guest();
     let stream = guest.wait_connect(host(1), deadline()).unwrap();
     let mut server = accept(&listener);
@@ -132,13 +132,13 @@ fn the_proxy_header_has_cid_and_ports_of_the_source_and_comes_first() {
     let (listener, target) = tcp_server();
     let mut with_header = rule(8080, target);
     with_header.proxy_protocol = true;
-    let lab = Lab::new(vec![with_header]);
+    let lab = ForwardingDaemon::new(vec![with_header]);
     let mut guest = lab.guest();
     let stream = guest.wait_connect(host(8080), deadline()).unwrap();
     let (local, _) = guest.addresses(stream).unwrap();
     let mut server = accept(&listener);
     guest.wait_send(stream, b"payload", deadline()).unwrap();
-    guest.shutdown(stream, How::SEND);
+    guest.shutdown(stream, Directions::SEND);
     let reader = thread::spawn(move || {
         let mut got = Vec::new();
         server.read_to_end(&mut got).unwrap();
@@ -176,7 +176,7 @@ fn a_unix_server_with_a_full_backlog_is_tried_until_it_accepts() {
     rustix::net::bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
     rustix::net::listen(&socket, 0).unwrap();
     let listener = UnixListener::from(socket);
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.forward = vec![rule(1, unix("unix", &path))];
         config.connect_timeout = Duration::from_secs(600);
     });

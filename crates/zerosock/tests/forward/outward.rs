@@ -7,12 +7,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use zerosock::access::{Cids, Party};
-use zerosock::driver::How;
+use zerosock::driver::Directions;
 use zerosock::forward::ForwardRule;
 use zerosock::{Cid, Port};
 
-use super::common::{assert_bytes, bytes, deadline, eventually, eventually_with, host};
-use super::{Lab, accept, refused, rule, tcp_server, unix};
+use super::{ForwardingDaemon, accept, refused, rule, tcp_server, unix};
+use crate::common::{assert_bytes, bytes, deadline, eventually, eventually_with, host};
 
 const LEN: usize = 5 << 20;
 
@@ -25,12 +25,12 @@ fn echo_at_end(mut stream: impl Read + Write, end: impl FnOnce()) {
 }
 
 #[track_caller]
-fn there_and_back(lab: &Lab, port: u32) {
+fn there_and_back(lab: &ForwardingDaemon, port: u32) {
     let mut guest = lab.guest();
     let stream = guest.wait_connect(host(port), deadline()).unwrap();
     let sent = bytes(1, LEN);
     guest.wait_send(stream, &sent, deadline()).unwrap();
-    guest.shutdown(stream, How::SEND);
+    guest.shutdown(stream, Directions::SEND);
     let mut got = Vec::new();
     guest
         .wait_recv_to_end(stream, &mut got, deadline())
@@ -50,7 +50,7 @@ fn there_and_back(lab: &Lab, port: u32) {
 #[test]
 fn bytes_go_to_a_tcp_server_and_back_after_a_half_close() {
     let (listener, target) = tcp_server();
-    let lab = Lab::new(vec![rule(8080, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(8080, target)]);
     let server = thread::spawn(move || {
         let stream = accept(&listener);
         echo_at_end(&stream, || stream.shutdown(Shutdown::Write).unwrap());
@@ -65,7 +65,7 @@ fn bytes_go_to_an_ipv6_server() {
         Ok(listener) => listener,
         Err(error) => return eprintln!("SKIPPED: no IPv6: {error}"),
     };
-    let lab = Lab::new(vec![rule(
+    let lab = ForwardingDaemon::new(vec![rule(
         1,
         format!("tcp:{}", listener.local_addr().unwrap()),
     )]);
@@ -81,7 +81,7 @@ fn bytes_go_to_an_ipv6_server() {
 fn bytes_go_to_a_unix_server_whose_path_has_port_and_cid() {
     let dir = tempfile::tempdir().unwrap();
     let listener = UnixListener::bind(dir.path().join("3_9.sock")).unwrap();
-    let lab = Lab::new(vec![rule(
+    let lab = ForwardingDaemon::new(vec![rule(
         9,
         unix("unix", &dir.path().join("{cid}_{port}.sock")),
     )]);
@@ -100,14 +100,14 @@ fn a_range_goes_to_the_same_ports_and_other_connections_as_without_rules() {
     let mut range = rule(port, "tcp:127.0.0.1");
     range.ports = Port::new(port - 1)..=Port::new(port + 1);
     range.from = vec![Party::Cids(Cids::new(Cid::new(3), Cid::new(3)).unwrap())];
-    let lab = Lab::with(2, |config| config.forward = vec![range]);
+    let lab = ForwardingDaemon::with(2, |config| config.forward = vec![range]);
     let (mut three, mut four) = (lab.guest_of(0), lab.guest_of(1));
     three.wait_connect(host(port), deadline()).unwrap();
     accept(&listener);
     // No rule: the hybrid socket, on which nothing listens.
     refused(&mut four, port);
     refused(&mut three, port + 2);
-    let hybrid = super::common::host_listener(&lab.vms[1].uds_path, port);
+    let hybrid = crate::common::host_listener(&lab.vms[1].uds_path, port);
     four.wait_connect(host(port), deadline()).unwrap();
     hybrid.accept().unwrap();
     assert_eq!(lab.rule(0).opened, 1);
@@ -117,7 +117,7 @@ fn a_range_goes_to_the_same_ports_and_other_connections_as_without_rules() {
 fn a_refused_target_resets_the_guest_at_once() {
     let (listener, target) = tcp_server();
     drop(listener);
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.forward = vec![rule(1, target), rule(2, "unix:/nonexistent/socket")];
         config.connect_timeout = Duration::from_secs(600);
     });
@@ -161,7 +161,7 @@ fn refused_targets_are_counted_by_cause() {
     };
     let mut limited = rule(9, unix("unix", &full));
     limited.max_connections = Some(0);
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.forward = vec![
             rule(1, unix("unix", &missing)),
             rule(2, unix("unix", &stale)),
@@ -224,7 +224,7 @@ fn a_target_that_does_not_answer_resets_the_guest_at_the_connect_timeout() {
     let hole = BlackHole::new();
     let mut late = rule(2, hole.target());
     late.connect_timeout = Some(Duration::from_secs(600));
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.forward = vec![rule(1, hole.target()), late];
         config.connect_timeout = Duration::from_millis(300);
     });
@@ -248,7 +248,7 @@ fn a_target_that_does_not_answer_resets_the_guest_at_the_connect_timeout() {
 fn a_target_that_closes_at_once_ends_the_stream_in_order() {
     const ROUNDS: usize = 200;
     let (listener, target) = tcp_server();
-    let lab = Lab::new(vec![rule(1, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(1, target)]);
     let mut guest = lab.guest();
     let server = thread::spawn(move || {
         for round in 0..ROUNDS {
@@ -277,7 +277,7 @@ fn a_target_that_closes_at_once_ends_the_stream_in_order() {
 #[test]
 fn the_last_bytes_of_a_guest_that_closes_arrive() {
     let (listener, target) = tcp_server();
-    let lab = Lab::new(vec![rule(1, target)]);
+    let lab = ForwardingDaemon::new(vec![rule(1, target)]);
     let mut guest = lab.guest();
     let all = bytes(3, 32 << 20);
     let stream = guest.wait_connect(host(1), deadline()).unwrap();

@@ -8,9 +8,9 @@ use zerosock::access::{AccessList, Party, Ports, Rule, Verdict};
 use zerosock::daemon::{Daemon, DaemonConfig, Reload, ReloadError, StartError};
 use zerosock::forward::{ListenAddress, ListenRule, RuleError, RuleName, SameName};
 
-use super::common::{deadline, eventually, eventually_with, host};
 use super::inward::{listening, tcp_listener};
-use super::{Lab, accept, refused, rule, tcp_server, with_time_outs};
+use super::{ForwardingDaemon, accept, refused, rule, tcp_server, with_time_outs};
+use crate::common::{deadline, eventually, eventually_with, host};
 
 fn kept(on: std::net::SocketAddr, to: &str) -> ListenRule {
     let (unused, _) = tcp_listener();
@@ -24,7 +24,7 @@ fn kept(on: std::net::SocketAddr, to: &str) -> ListenRule {
 fn connections_of_a_removed_rule_continue_and_new_ones_follow_the_new_rules() {
     let (old, old_target) = tcp_server();
     let (new, new_target) = tcp_server();
-    let lab = Lab::new(vec![rule(1, &old_target), rule(2, &old_target)]);
+    let lab = ForwardingDaemon::new(vec![rule(1, &old_target), rule(2, &old_target)]);
     let mut guest = lab.guest();
     let stream = guest.wait_connect(host(1), deadline()).unwrap();
     let mut at_old = accept(&old);
@@ -58,7 +58,7 @@ fn connections_of_a_removed_rule_continue_and_new_ones_follow_the_new_rules() {
 fn a_listener_that_stays_keeps_its_socket_and_one_that_goes_lets_its_connections_continue() {
     let (stays, on) = tcp_listener();
     let (goes, gone) = tcp_listener();
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.listen = vec![listening(on, stays, "3:1"), listening(gone, goes, "3:1")];
     });
     let mut guest = lab.guest();
@@ -86,7 +86,7 @@ fn a_listener_that_stays_keeps_its_socket_and_one_that_goes_lets_its_connections
 fn a_daemon_without_rules_gets_them_by_a_reload() {
     let (listener, target) = tcp_server();
     let (socket, on) = tcp_listener();
-    let lab = Lab::with(1, |_| {});
+    let lab = ForwardingDaemon::with(1, |_| {});
     let mut guest = lab.guest();
     refused(&mut guest, 1);
     let reload = Reload {
@@ -106,7 +106,7 @@ fn a_daemon_without_rules_gets_them_by_a_reload() {
 fn a_set_of_rules_with_a_conflict_changes_nothing() {
     let (listener, target) = tcp_server();
     let (socket, on) = tcp_listener();
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.forward = vec![rule(1, &target)];
         config.listen = vec![listening(on, socket, "3:1")];
     });

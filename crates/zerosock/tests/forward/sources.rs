@@ -4,15 +4,15 @@ use std::io::{ErrorKind, Read, Write};
 
 use zerosock::access::{AccessList, Party, Ports, Rule, Verdict};
 
-use super::common::{PATIENCE, host};
-use super::{Lab, accept, rule, tcp_server};
+use super::{ForwardingDaemon, accept, rule, tcp_server};
+use crate::common::{PATIENCE, host};
 
 #[test]
 fn only_the_named_process_is_forwarded() {
     let (listener, target) = tcp_server();
     let mut named = rule(1, &target);
     named.from = vec![Party::Name("web".parse().unwrap())];
-    let lab = Lab::with(0, |config| config.forward = vec![named]);
+    let lab = ForwardingDaemon::with(0, |config| config.forward = vec![named]);
     let web = lab.process(|process| process.name("web"));
     let other = lab.process(|process| process);
     let stream = web.connect(host(1)).unwrap();
@@ -35,7 +35,7 @@ fn the_access_list_goes_before_rules_in_both_directions() {
         to: vec![to],
         ports: Ports::all(),
     };
-    let lab = Lab::with(1, |config| {
+    let lab = ForwardingDaemon::with(1, |config| {
         config.forward = vec![rule(1, target)];
         config.listen = vec![super::inward::listening(on, socket, "3:22")];
         config.access =

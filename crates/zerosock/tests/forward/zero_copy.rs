@@ -10,14 +10,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::set_socket_recv_buffer_size;
-use zerosock::driver::How;
+use zerosock::driver::Directions;
 use zerosock::forward::{ForwardRule, ZeroCopy};
 use zerosock_proto::wire::vsock::Op;
 
-use super::common::raw::{GUEST, NEXT, RX, RawGuest, SIZE, TX, emit};
-use super::common::{PATIENCE, assert_bytes, byte, bytes, deadline, eventually, host};
 use super::inward::{listening, tcp_listener};
-use super::{Lab, accept, rule, tcp_server, with_time_outs};
+use super::{ForwardingDaemon, accept, rule, tcp_server, with_time_outs};
+use crate::common::raw::{GUEST, NEXT, RX, RawGuest, SIZE, TX, emit};
+use crate::common::{PATIENCE, assert_bytes, byte, bytes, deadline, eventually, host};
 
 /// Payload of one packet of [`Sender`].
 const PART: usize = 64 << 10;
@@ -43,12 +43,12 @@ fn with_zero_copy(port: u32, target: &str, option: ZeroCopy) -> ForwardRule {
 const HOLD: Duration = Duration::from_secs(1);
 
 /// `vms` VMs with credit for everything that a test sends, and these rules.
-fn lab(vms: u32, rules: Vec<ForwardRule>) -> Lab {
+fn lab(vms: u32, rules: Vec<ForwardRule>) -> ForwardingDaemon {
     lab_that_holds(HOLD, vms, rules)
 }
 
-fn lab_that_holds(hold: Duration, vms: u32, rules: Vec<ForwardRule>) -> Lab {
-    Lab::with(vms, |config| {
+fn lab_that_holds(hold: Duration, vms: u32, rules: Vec<ForwardRule>) -> ForwardingDaemon {
+    ForwardingDaemon::with(vms, |config| {
         config.forward = rules;
         config.hold = hold;
         config.vms.iter_mut().for_each(|vm| vm.buf_alloc = 64 << 20);
@@ -63,7 +63,7 @@ struct Sender {
 }
 
 impl Sender {
-    fn new(lab: &Lab) -> Sender {
+    fn new(lab: &ForwardingDaemon) -> Sender {
         Sender {
             guest: RawGuest::attach(&lab.vms[0].socket),
             sent: [0; 4],
@@ -118,14 +118,14 @@ impl Sender {
     /// Sends on the connection to `port`, whose target does not read, until chains stay in flight that
     /// are not held for want of room in the socket.
     #[track_caller]
-    fn fill(&mut self, lab: &Lab, port: u32) {
+    fn fill(&mut self, lab: &ForwardingDaemon, port: u32) {
         self.send(port, MANY);
         self.until_only_in_flight(lab, HOLD);
     }
 
     /// Waits until all chains but those of sends in flight are back, and returns how many these are.
     #[track_caller]
-    fn until_only_in_flight(&mut self, lab: &Lab, hold: Duration) -> u16 {
+    fn until_only_in_flight(&mut self, lab: &ForwardingDaemon, hold: Duration) -> u16 {
         let all: usize = self.sent.iter().sum();
         eventually("the packets taken", || lab.stats().rx_bytes >= all as u64);
         let (mut last, mut since) = (u16::MAX, Instant::now());
@@ -190,7 +190,7 @@ fn a_client_of_a_listening_rule_is_served_too() {
     let (socket, on) = tcp_listener();
     let mut rule = listening(on, socket, "3:1");
     rule.zero_copy = ZeroCopy::Always;
-    let lab = Lab::with(1, |config| config.listen = vec![rule]);
+    let lab = ForwardingDaemon::with(1, |config| config.listen = vec![rule]);
     let mut guest = lab.guest();
     guest.listen(zerosock::Port::new(1), 1).unwrap();
     let client = with_time_outs(TcpStream::connect(on).unwrap());
@@ -200,8 +200,8 @@ fn a_client_of_a_listening_rule_is_served_too() {
     let sent = bytes(1, 4 << 20);
     let reader = read(client, sent.len());
     guest.wait_send(stream, &sent, deadline()).unwrap();
-    guest.shutdown(stream, How::SEND);
-    super::common::eventually_with(&mut guest, "all read", |_| reader.is_finished());
+    guest.shutdown(stream, Directions::SEND);
+    crate::common::eventually_with(&mut guest, "all read", |_| reader.is_finished());
     assert_bytes(&reader.join().unwrap().1, &sent);
     assert!(lab.stats().zero_copy_bytes > 0);
 }
@@ -282,8 +282,8 @@ fn a_target_that_pauses_for_5_s_keeps_its_connection_and_delays_no_other() {
         let reader = read(accept(&other), 4 << 20);
         let sent = bytes(9, 4 << 20);
         neighbour.wait_send(stream, &sent, deadline()).unwrap();
-        neighbour.shutdown(stream, How::SEND);
-        super::common::eventually_with(&mut neighbour, "all read", |_| reader.is_finished());
+        neighbour.shutdown(stream, Directions::SEND);
+        crate::common::eventually_with(&mut neighbour, "all read", |_| reader.is_finished());
         assert_bytes(&reader.join().unwrap().1, &sent);
         if option == ZeroCopy::Always {
             sender.until_only_in_flight(&lab, HOLD);

@@ -5,11 +5,11 @@ use std::thread;
 
 use zerosock::daemon::DaemonConfig;
 use zerosock_proto::vsock::pairs::tx_queue;
-use zerosock_proto::vsock::{How, QueuePairs};
+use zerosock_proto::vsock::{Directions, QueuePairs};
 
-use super::common::raw::{RawGuest, connect};
-use super::common::{TestDaemon, connect_guest, eventually};
 use super::guest::{PairsGuest, until};
+use crate::common::raw::{RawGuest, connect};
+use crate::common::{TestDaemon, connect_guest, eventually};
 
 const PORT: u32 = 7000;
 const PAIRS: u16 = 3;
@@ -44,7 +44,7 @@ fn each_port_counts_once_and_is_gone_with_its_connection() {
     for (conn, program) in programs.into_iter().enumerate().rev() {
         match conn % 2 {
             0 => drop(program),
-            _ => guest.shutdown(conn, How::BOTH),
+            _ => guest.shutdown(conn, Directions::BOTH),
         }
     }
     until(&mut [&mut guest], |_| ports_now(&daemon) == 0);

@@ -8,7 +8,7 @@ use zerosock::daemon::{Daemon, DaemonConfig};
 use zerosock::vsock::{Endpoint, Host};
 use zerosock::{Address, Port};
 
-use super::common::PATIENCE;
+use crate::common::PATIENCE;
 
 const PORT: Port = Port::new(7000);
 

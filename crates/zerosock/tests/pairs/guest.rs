@@ -8,11 +8,11 @@ use std::time::Duration;
 use zerosock::driver::{Address, Cid, Port};
 use zerosock_proto::Instant;
 use zerosock_proto::vsock::{
-    Disposition, Event, FlowId, How, PortTable, QueuePairs, Shard, ShardConfig,
+    Directions, Disposition, Event, FlowId, PortTable, QueuePairs, Shard, ShardConfig,
 };
 use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
 
-use super::common::raw::{RawGuest, connect};
+use crate::common::raw::{RawGuest, connect};
 
 const NOW: Instant = Instant::ZERO;
 
@@ -106,7 +106,7 @@ impl PairsGuest {
         self.conns[conn].outgoing.len() - self.conns[conn].sent
     }
 
-    pub(crate) fn shutdown(&mut self, conn: usize, how: How) {
+    pub(crate) fn shutdown(&mut self, conn: usize, how: Directions) {
         let (pair, flow) = self.conns[conn].at.unwrap();
         let shard = &mut self.shards[usize::from(pair)];
         shard.shutdown(NOW, flow, how).unwrap();
@@ -232,7 +232,7 @@ pub(crate) fn until(
     guests: &mut [&mut PairsGuest],
     mut done: impl FnMut(&mut [&mut PairsGuest]) -> bool,
 ) {
-    let give_up = super::common::deadline();
+    let give_up = crate::common::deadline();
     loop {
         let busy = guests
             .iter_mut()

@@ -4,12 +4,12 @@ use std::io::{Read, Write};
 use std::thread;
 
 use zerosock::driver::{Address, Cid, Port};
-use zerosock_proto::vsock::How;
+use zerosock_proto::vsock::Directions;
 
-use super::common::PATIENCE;
 use super::guest::{PairsGuest, until};
-use super::hosting::Hosted;
 use super::streams::{LEN, pattern, stream_and_ask};
+use crate::common::PATIENCE;
+use crate::hosting::Hosted;
 
 const PORT: u32 = 7000;
 
@@ -58,7 +58,7 @@ fn moves_asked_for_lose_no_bytes_of_the_program() {
     for &(_, conn, seed) in &conns {
         assert!(guest.conns[conn].declined > 3);
         assert!(guest.conns[conn].received == pattern(LEN, 100 + seed));
-        guest.shutdown(conn, How::SEND);
+        guest.shutdown(conn, Directions::SEND);
     }
     until(&mut [&mut guest], |_| {
         let finished =

@@ -7,8 +7,8 @@ use zerosock::daemon::DaemonConfig;
 use zerosock::driver::{Address, Cid, Port};
 use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
 
-use super::common::{TestDaemon, connect_guest};
 use super::guest::{PairsGuest, until};
+use crate::common::{TestDaemon, connect_guest};
 
 const PORT: u32 = 7000;
 
@@ -26,7 +26,7 @@ fn move_header(guest: &PairsGuest, from: u32, pair: u32) -> Repr {
 
 /// The next packet at `pair`.
 fn next(guest: &mut PairsGuest, pair: u16) -> Repr {
-    let give_up = super::common::deadline();
+    let give_up = crate::common::deadline();
     loop {
         if let Some((header, _)) = guest.raw.try_recv_on(pair) {
             return header;
@@ -106,11 +106,11 @@ fn a_driver_that_repeats_move_harms_no_connection() {
 
 #[test]
 fn queue_pairs_are_chosen_once_and_within_bounds() {
-    use super::common::raw::set_queue_pairs;
+    use crate::common::raw::set_queue_pairs;
     use zerosock::driver::FrontendError;
     use zerosock_proto::vsock::features::F_PAIRS;
     let daemon = TestDaemon::with(1, tune);
-    let mut frontend = super::common::raw::connect(&daemon.vms[0].socket);
+    let mut frontend = crate::common::raw::connect(&daemon.vms[0].socket);
     let protocol = vhost::vhost_user::message::VhostUserProtocolFeatures::all();
     frontend.negotiate(1 << 32 | F_PAIRS, protocol).unwrap();
     let mut max_pairs = [0; 2];

@@ -8,9 +8,9 @@ use zerosock::driver::{Address, Cid, Driver, Port, StreamState};
 use zerosock_proto::vsock::ConnectError;
 use zerosock_proto::wire::vsock::Op;
 
-use super::common::{TestDaemon, connect_guest, deadline, host_listener};
 use super::guest::{PairsGuest, until};
-use super::hosting::Hosted;
+use crate::common::{TestDaemon, connect_guest, deadline, host_listener};
+use crate::hosting::Hosted;
 
 const PORT: u32 = 7000;
 /// Consecutive ports of the host that are in use: some of each pair.

@@ -6,10 +6,10 @@ use std::thread;
 
 use zerosock::daemon::DaemonConfig;
 use zerosock::driver::{Address, Cid, Port};
-use zerosock_proto::vsock::{How, QueuePairs};
+use zerosock_proto::vsock::{Directions, QueuePairs};
 
-use super::common::{TestDaemon, connect_guest};
 use super::guest::{PairsGuest, until};
+use crate::common::{TestDaemon, connect_guest};
 
 const PORT: u32 = 7000;
 pub(crate) const LEN: usize = 300_000;
@@ -101,7 +101,7 @@ fn moves_asked_for_while_both_sides_send_lose_no_bytes_of_the_host() {
     for &(_, conn, seed) in &conns {
         assert!(guest.conns[conn].declined > 3);
         assert!(guest.conns[conn].received == pattern(LEN, 100 + seed));
-        guest.shutdown(conn, How::SEND);
+        guest.shutdown(conn, Directions::SEND);
     }
     until(&mut [&mut guest], |guests| {
         guests[0].conns.iter().all(|conn| conn.finished)
@@ -160,7 +160,7 @@ fn moves_asked_for_at_both_ends_lose_no_bytes_of_siblings() {
         assert!(there.received == pattern(LEN, n));
     }
     for n in 0..5 {
-        one.shutdown(n, How::BOTH);
+        one.shutdown(n, Directions::BOTH);
     }
     until(&mut [&mut one, &mut two], |guests| {
         let ended = |guest: &PairsGuest| guest.conns.iter().all(|conn| conn.at.is_none());
@@ -179,7 +179,7 @@ fn one_pair_of_several_is_the_standard_s_device() {
     let daemon = TestDaemon::with(1, tune);
     let mut driver = daemon.guest();
     let listener = daemon.host_listener(PORT);
-    let end = super::common::deadline();
+    let end = crate::common::deadline();
     let to = Address::new(Cid::HOST, Port::new(PORT));
     let stream = driver.wait_connect(to, end).unwrap();
     let mut program = listener.accept().unwrap().0;

@@ -7,8 +7,8 @@ use zerosock::vsock::rxmap::RxMapConfig;
 use zerosock::vsock::{Endpoint, Host, RxMap};
 use zerosock::{Address, Cid};
 
-use super::common::{PATIENCE, TestDaemon, assert_bytes, bytes};
 use super::{PORT, pair, send_packets, undisturbed, wait_for, wait_for_word};
+use crate::common::{PATIENCE, TestDaemon, assert_bytes, bytes};
 
 /// A map that is never released costs its own connection in-place packets, and no other connection.
 #[test]

@@ -5,8 +5,8 @@ use std::io::{ErrorKind, Write};
 use zerosock::vsock::rxmap::{CLOSED, DATA, EMPTY, PAGE, PagedHeader, Protection, RxMapConfig};
 use zerosock::vsock::{PagedRxMap, RxMap, RxMapError};
 
-use super::common::bytes;
 use super::{pair, send_packets, undisturbed, wait_for, wait_for_word};
+use crate::common::bytes;
 
 #[test]
 fn the_documents_example() {

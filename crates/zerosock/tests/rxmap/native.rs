@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use zerosock::vsock::rxmap::{CLOSED, EMPTY, PAGE, Protection, RxMapConfig, SPILLED};
 use zerosock::vsock::{EndpointBuilder, PagedRxMap, RxMap, RxMapError, Trust};
 
-use super::common::{assert_bytes, bytes};
 use super::{pair, send_packets, undisturbed, wait_for, wait_for_word};
+use crate::common::{assert_bytes, bytes};
 
 #[test]
 fn native_headers_point_to_where_the_packets_lie() {

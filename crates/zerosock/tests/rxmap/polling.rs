@@ -9,8 +9,8 @@ use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 use zerosock::vsock::rxmap::{CLOSED, DATA, EMPTY, PAGE, Protection, RxMapConfig};
 use zerosock::vsock::{PagedRxMap, RxMap, Wait};
 
-use super::common::{PATIENCE, bytes};
 use super::{pair, send_packets, wait_for_word};
+use crate::common::{PATIENCE, bytes};
 
 #[test]
 fn polling_makes_no_system_call_while_no_data_arrives() {

@@ -9,9 +9,9 @@ use zerosock::vsock::tokio::{AsyncSeqPacket, AsyncSeqPacketListener};
 use zerosock::vsock::{Endpoint, StreamError};
 use zerosock::{Address, Cid};
 
-use super::common::{PATIENCE, assert_bytes, bytes, pairs};
 use super::paths::{Hub, TestDaemon};
 use super::{PORT, ends_record, message};
+use crate::common::{PATIENCE, assert_bytes, bytes, pairs};
 
 /// The output of `wait`. Panics if it took long: then no event woke it, and its time-out did.
 async fn told<T>(wait: impl Future<Output = T>) -> T {

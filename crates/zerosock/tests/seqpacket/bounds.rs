@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use zerosock::vsock::StreamError;
 
-use super::common::bytes;
 use super::paths::{Hub, TestDaemon, siblings};
+use crate::common::bytes;
 
 /// A message above the peer's window or the own buffer gets EMSGSIZE, and no part of it is sent.
 #[test]
@@ -47,7 +47,7 @@ fn a_sibling_that_cannot_take_a_message_costs_that_connection() {
     let listener = one.listen_seqpacket(super::PORT, 1).unwrap();
     let to = zerosock::Address::new(one.cid(), super::PORT);
     let theirs = two.begin_connect_seqpacket(to).unwrap();
-    let (ours, _) = listener.accept_timeout(super::common::PATIENCE).unwrap();
+    let (ours, _) = listener.accept_timeout(crate::common::PATIENCE).unwrap();
     theirs.send(b"on").unwrap();
     assert_eq!(
         super::with_time_outs(ours)
@@ -92,7 +92,7 @@ fn messages_held_beyond_the_time_limit_are_copied_and_keep_their_boundaries() {
     for (at, &len) in sizes.iter().enumerate() {
         theirs.send(&bytes(at as u64, len)).unwrap();
     }
-    let give_up = super::common::deadline();
+    let give_up = crate::common::deadline();
     while hub.host.stats().copied_aside < 75_013 {
         assert!(std::time::Instant::now() < give_up, "it was never copied");
         std::thread::yield_now();

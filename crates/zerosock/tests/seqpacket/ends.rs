@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use zerosock::vsock::{Poller, Readiness, Received, StreamError, StreamState, Wait};
 
-use super::common::PATIENCE;
 use super::paths::{Hub, TestDaemon, siblings};
+use crate::common::PATIENCE;
 
 #[test]
 fn a_truncated_message_loses_its_end_and_its_full_length_is_returned() {

@@ -7,11 +7,11 @@ use zerosock::vsock::SeqPacket;
 use zerosock_proto::vsock::messages::MAX_UNREAD_EMPTY;
 use zerosock_proto::wire::vsock::{Op, Repr, SEQ_EOM, SEQ_EOR, SocketType};
 
-use super::common::eventually;
-use super::hosting::Hosted;
-use super::hybrid::{Lab, Program, listen};
+use super::PORT;
+use super::hybrid::{HybridDaemon, Program, listen};
 use super::raw::{OURS, Raw};
-use super::{PORT, common::PATIENCE};
+use crate::common::{PATIENCE, eventually};
+use crate::hosting::Hosted;
 
 const OTHER: u32 = OURS + 1;
 /// Most unread bytes of a connection.
@@ -302,7 +302,7 @@ fn a_crowd_of_tiny_messages_is_bounded() {
 /// A host program's socket gets whole messages, or none.
 #[test]
 fn a_host_program_gets_no_part_of_an_incomplete_message() {
-    let lab = Lab::new();
+    let lab = HybridDaemon::new();
     let listener = listen(&lab.at(&format!("messages_{PORT}")));
     let mut raw = Raw::at(&lab.at("vm.sock"));
     let mut connect = |port| {

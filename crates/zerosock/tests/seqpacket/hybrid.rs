@@ -13,10 +13,10 @@ use zerosock::daemon::{Daemon, DaemonConfig, HostSide, HybridMessages, Stats, Vm
 use zerosock::vsock::{Endpoint, EndpointBuilder, SeqPacket};
 use zerosock::{Address, Cid, Port};
 
-use super::common::{PATIENCE, deadline};
 use super::{PORT, ends_record, message, with_time_outs};
+use crate::common::{PATIENCE, deadline};
 
-pub(crate) struct Lab {
+pub(crate) struct HybridDaemon {
     daemon: Option<Daemon>,
     dir: tempfile::TempDir,
 }
@@ -61,8 +61,8 @@ impl Program {
     }
 }
 
-impl Lab {
-    pub(crate) fn new() -> Lab {
+impl HybridDaemon {
+    pub(crate) fn new() -> HybridDaemon {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         let bind = |name: &str| std::os::unix::net::UnixListener::bind(at(name)).unwrap();
@@ -87,7 +87,7 @@ impl Lab {
             vms: vec![vm],
             ..DaemonConfig::default()
         });
-        Lab {
+        HybridDaemon {
             daemon: Some(daemon.unwrap()),
             dir,
         }
@@ -135,7 +135,7 @@ impl Lab {
     }
 }
 
-impl Drop for Lab {
+impl Drop for HybridDaemon {
     fn drop(&mut self) {
         if let Some(daemon) = self.daemon.take() {
             daemon.shutdown();
@@ -164,7 +164,7 @@ fn echo(ours: &SeqPacket, program: &Program) {
         let mut out = vec![0; 262_144];
         for number in 0..150 {
             let got = ours.recv(&mut out).unwrap().expect("not the end");
-            super::common::assert_bytes(&out[..got.len], &short(number));
+            crate::common::assert_bytes(&out[..got.len], &short(number));
             assert!(!got.end_of_record, "Unix sockets have none");
         }
     });
@@ -178,7 +178,7 @@ fn short(number: u64) -> Vec<u8> {
 
 #[test]
 fn a_host_program_calls_and_is_called() {
-    let lab = Lab::new();
+    let lab = HybridDaemon::new();
     for small in [false, true] {
         let guest = lab.guest(|builder| match small {
             true => builder
@@ -208,7 +208,7 @@ fn a_host_program_calls_and_is_called() {
 
 #[test]
 fn messages_to_and_from_host_programs_are_not_copied() {
-    let lab = Lab::new();
+    let lab = HybridDaemon::new();
     let guest = lab.guest(|builder| builder);
     let (ours, program) = lab.calls(&guest);
     let before = lab.stats();
@@ -224,7 +224,7 @@ fn messages_to_and_from_host_programs_are_not_copied() {
 /// A message that gets EMSGSIZE, in either direction, ends the connection and is counted.
 #[test]
 fn a_message_that_the_other_side_cannot_take_ends_its_connection() {
-    let lab = Lab::new();
+    let lab = HybridDaemon::new();
     let guest = lab.guest(|builder| builder.window(5000));
     let (ours, program) = lab.called(&guest);
     program.send(&[1; 5000]);
@@ -248,7 +248,7 @@ fn a_message_that_the_other_side_cannot_take_ends_its_connection() {
 /// A program that does not read: the guest's messages to it wait, whole, and other messages do not.
 #[test]
 fn a_program_that_does_not_read_stalls_its_own() {
-    let lab = Lab::new();
+    let lab = HybridDaemon::new();
     let guest = lab.guest(|builder| builder);
     let (ours, program) = lab.calls(&guest);
     ours.set_write_timeout(Some(Duration::from_millis(300)))
@@ -272,7 +272,7 @@ fn a_program_that_does_not_read_stalls_its_own() {
 
 #[test]
 fn a_first_packet_that_is_no_connect_is_turned_away() {
-    let lab = Lab::new();
+    let lab = HybridDaemon::new();
     let guest = lab.guest(|builder| builder);
     let _listener = guest.listen_seqpacket(PORT, 4).unwrap();
     let lines = [

@@ -3,11 +3,11 @@
 use zerosock::vsock::Trust;
 use zerosock_proto::wire::vsock::{Op, SEQ_EOM};
 
-use super::common::raw::{EVENT, RX, TX};
-use super::common::{assert_bytes, bytes};
-use super::hosting::Hosted;
 use super::paths::Hub;
 use super::raw::{OURS, Raw};
+use crate::common::raw::{EVENT, RX, TX};
+use crate::common::{assert_bytes, bytes};
+use crate::hosting::Hosted;
 
 /// File and offset of a byte: the same in every process that has it mapped.
 pub(crate) fn place(at: *const u8) -> (String, usize) {

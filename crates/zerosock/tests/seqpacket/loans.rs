@@ -7,12 +7,12 @@ use zerosock::vsock::{MessageLoan, SeqPacket, StreamError, Trust};
 use zerosock_proto::vsock::messages::MAX_SENT_EMPTY;
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr, SEQ_EOM, SEQ_EOR};
 
-use super::common::raw::{EVENT, RX, RX_LEN, SIZE, TX};
-use super::common::{assert_bytes, bytes, eventually};
-use super::hosting::Hosted;
 use super::in_place::place;
 use super::paths::Hub;
 use super::raw::{OURS, Raw};
+use crate::common::raw::{EVENT, RX, RX_LEN, SIZE, TX};
+use crate::common::{assert_bytes, bytes, eventually};
+use crate::hosting::Hosted;
 
 /// Bytes of a packet with a payload that fills a buffer of the raw guest.
 const FULL: u32 = HEADER_LEN as u32 + RX_LEN;

@@ -8,9 +8,9 @@ use zerosock::daemon::{Daemon, DaemonConfig};
 use zerosock::vsock::{Endpoint, EndpointBuilder, Host, HostBuilder, SeqPacket};
 use zerosock::{Address, Cid};
 
-use super::common::pump::Pumped;
-use super::common::{PATIENCE, pairs};
 use super::{FOR_EVER, PORT, with_time_outs};
+use crate::common::pump::Pumped;
+use crate::common::{PATIENCE, pairs};
 
 /// A host with an attach socket, and a thread that calls its `drive`.
 pub(crate) struct Hub {

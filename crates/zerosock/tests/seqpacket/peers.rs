@@ -6,9 +6,9 @@ use std::thread;
 use zerosock::vsock::{ConnectError, ConnectReason, EndpointBuilder, SeqPacket};
 use zerosock::{Address, Cid};
 
-use super::common::PATIENCE;
 use super::paths::{Hub, TestDaemon, siblings};
 use super::{PORT, receive_all, send_all, with_time_outs};
+use crate::common::PATIENCE;
 
 /// The default queues and buffers.
 const PLAIN: fn(EndpointBuilder) -> EndpointBuilder = |builder| builder;
@@ -98,7 +98,7 @@ fn streams_and_messages_do_not_mix() {
     let here = Address::new(process.cid(), PORT);
     let theirs = hub.host.begin_connect_seqpacket(here).unwrap();
     theirs.set_nonblocking(true).unwrap();
-    let deadline = super::common::deadline();
+    let deadline = crate::common::deadline();
     let error = loop {
         process.drive().unwrap();
         match theirs.wait_connected() {

@@ -5,10 +5,10 @@ use std::path::Path;
 use zerosock::vsock::SeqPacket;
 use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
 
-use super::common::PATIENCE;
-use super::common::raw::{RX, RawGuest, SIZE, connect};
-use super::hosting::Hosted;
 use super::{PORT, with_time_outs};
+use crate::common::PATIENCE;
+use crate::common::raw::{RX, RawGuest, SIZE, connect};
+use crate::hosting::Hosted;
 
 /// VERSION_1, INDIRECT_DESC, SEQPACKET.
 const FEATURES: u64 = 1 << 32 | 1 << 28 | 1 << 1;

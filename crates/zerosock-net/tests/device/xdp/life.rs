@@ -6,7 +6,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use zerosock_net::stats::NetStats;
 use zerosock_proto::wire::net::{F_MRG_RXBUF, Header};
 use zerosock_sys::network::remove_interface;
-use zerosock_sys::xdp::Options;
+use zerosock_sys::xdp::InterfaceOptions;
 
 use super::super::driver::Driver;
 use super::super::frames::plain;
@@ -17,7 +17,7 @@ use super::link::{BUFFER, CONFIG, Link, isolated, name};
 #[test]
 fn stopped_queue_gets_its_buffers_back_untouched() {
     isolated("stopped_queue_gets_its_buffers_back_untouched", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach_in_place(F_MRG_RXBUF);
         for round in 0..3 {
             let page = driver.begin_page();
@@ -66,7 +66,7 @@ fn stopped_queue_gets_its_buffers_back_untouched() {
 #[test]
 fn queue_with_an_unusable_buffer_stops_and_goes_on() {
     isolated("queue_with_an_unusable_buffer_stops_and_goes_on", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach_in_place(F_MRG_RXBUF);
         driver.posts_too_little = true;
         link.post_many(&mut driver, 4, BUFFER);
@@ -91,7 +91,7 @@ fn queue_with_an_unusable_buffer_stops_and_goes_on() {
 #[test]
 fn disabled_queue_gets_no_frames_and_goes_on() {
     isolated("disabled_queue_gets_no_frames_and_goes_on", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach_in_place(F_MRG_RXBUF);
         link.post_many(&mut driver, 100, BUFFER);
         driver.frontend.sync().unwrap();
@@ -115,7 +115,7 @@ fn disabled_queue_gets_no_frames_and_goes_on() {
 #[test]
 fn memory_is_replaced_while_queues_run() {
     isolated("memory_is_replaced_while_queues_run", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach(F_MRG_RXBUF);
         for seed in 0..5 {
             link.post_many(&mut driver, 10, BUFFER);
@@ -137,7 +137,7 @@ fn memory_is_replaced_while_queues_run() {
 #[test]
 fn frames_are_copied_until_the_memory_is_registered() {
     isolated("frames_are_copied_until_the_memory_is_registered", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach(F_MRG_RXBUF);
         driver.grow(960 << 20);
         driver.send_memory();
@@ -169,7 +169,7 @@ fn frames_are_copied_until_the_memory_is_registered() {
 #[test]
 fn reset_device_starts_again_from_nothing() {
     isolated("reset_device_starts_again_from_nothing", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach_in_place(F_MRG_RXBUF);
         for _ in 0..3 {
             link.post_many(&mut driver, 10, BUFFER);
@@ -187,7 +187,7 @@ fn reset_device_starts_again_from_nothing() {
 #[test]
 fn front_ends_follow_each_other() {
     isolated("front_ends_follow_each_other", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         for seed in 0..4 {
             let mut driver = link.attach(F_MRG_RXBUF);
             link.check_in_place(&mut driver);
@@ -213,7 +213,7 @@ fn send_until_counted(link: &Link, driver: &mut Driver) {
 #[test]
 fn interface_that_is_down_costs_frames_only() {
     isolated("interface_that_is_down_costs_frames_only", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach_in_place(F_MRG_RXBUF);
         name("near").bring_down().unwrap();
         send_until_counted(&link, &mut driver);
@@ -245,7 +245,7 @@ fn interface_that_is_down_costs_frames_only() {
 fn interface_that_is_down_at_first_is_used_when_it_comes_up() {
     isolated("interface_that_is_down_at_first", || {
         name("near").bring_down().unwrap();
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = Driver::attach(&link.socket, F_MRG_RXBUF, 2);
         send_until_counted(&link, &mut driver);
         name("near").bring_up().unwrap();
@@ -260,7 +260,7 @@ fn interface_that_is_down_at_first_is_used_when_it_comes_up() {
 fn interface_that_vanishes_ends_the_service() {
     for posted in [0, 5] {
         isolated("interface_that_vanishes_ends_the_service", move || {
-            let link = Link::new(Options::default(), CONFIG);
+            let link = Link::new(InterfaceOptions::default(), CONFIG);
             let mut driver = link.attach_in_place(F_MRG_RXBUF);
             link.post_many(&mut driver, posted, BUFFER);
             let server = link.server.as_ref().unwrap();

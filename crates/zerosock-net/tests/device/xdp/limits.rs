@@ -4,7 +4,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 use zerosock_net::xdp::{XdpBackend, XdpConfig};
 use zerosock_proto::wire::net::F_MRG_RXBUF;
-use zerosock_sys::xdp::{Interface, Options, XdpError};
+use zerosock_sys::xdp::{InterfaceOptions, XdpError, XdpInterface};
 use zerosock_vhost_user::frontend::FrontendError;
 
 use super::super::driver::Driver;
@@ -27,12 +27,12 @@ fn without_locked_memory_frames_are_copied_or_the_start_fails() {
         set_capabilities(None, sets).unwrap();
 
         limit(1 << 20);
-        let error = XdpBackend::new(open(Options::default()), CONFIG).unwrap_err();
+        let error = XdpBackend::new(open(InterfaceOptions::default()), CONFIG).unwrap_err();
         assert!(matches!(error, XdpError::MemoryLock { .. }), "{error}");
         assert!(error.to_string().contains("RLIMIT_MEMLOCK"), "{error}");
 
         limit(8 << 20);
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach(F_MRG_RXBUF);
         let before = link.settled(&mut driver);
         for seed in 0..100 {
@@ -52,7 +52,7 @@ fn without_locked_memory_frames_are_copied_or_the_start_fails() {
 #[test]
 fn memory_that_could_not_be_registered_is_tried_again() {
     isolated("memory_that_could_not_be_registered", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = Driver::connect(&link.socket, F_MRG_RXBUF, 2);
         driver.grow(1 << 20);
         driver.send_memory();
@@ -76,7 +76,7 @@ fn memory_that_could_not_be_registered_is_tried_again() {
 #[test]
 fn memory_beyond_the_limit_is_refused_before_it_is_allocated() {
     isolated("memory_beyond_the_limit_is_refused", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach_in_place(F_MRG_RXBUF);
         driver.grow(64 << 20);
         driver.send_memory();
@@ -98,10 +98,10 @@ fn memory_beyond_the_limit_is_refused_before_it_is_allocated() {
 fn queues_that_cannot_be_used_are_refused_by_name() {
     isolated("queues_that_cannot_be_used_are_refused_by_name", || {
         let config = XdpConfig { queue: 7, ..CONFIG };
-        let error = XdpBackend::new(open(Options::default()), config).unwrap_err();
+        let error = XdpBackend::new(open(InterfaceOptions::default()), config).unwrap_err();
         assert!(matches!(error, XdpError::NoQueue { queue: 7 }), "{error}");
-        let _first = backend(Options::default(), CONFIG);
-        let error = Interface::open(&name("near"), Options::default()).unwrap_err();
+        let _first = backend(InterfaceOptions::default(), CONFIG);
+        let error = XdpInterface::open(&name("near"), InterfaceOptions::default()).unwrap_err();
         assert!(matches!(error, XdpError::Attached), "{error}");
     });
 }

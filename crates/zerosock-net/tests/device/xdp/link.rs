@@ -15,7 +15,7 @@ use zerosock_proto::wire::net::Header;
 use zerosock_sys::bpf::BpfError;
 use zerosock_sys::network;
 use zerosock_sys::tun::InterfaceName;
-use zerosock_sys::xdp::{Interface, Options, Registered, RingSizes, Umem, XdpError};
+use zerosock_sys::xdp::{InterfaceOptions, Registered, RingSizes, Umem, XdpError, XdpInterface};
 
 use super::super::driver::Driver;
 use super::super::frames::plain;
@@ -53,7 +53,7 @@ fn missing(queues: u32) -> Option<String> {
     }
     name("near").bring_up().unwrap();
     name("far").bring_up().unwrap();
-    match Interface::open(&name("near"), Options::default()) {
+    match XdpInterface::open(&name("near"), InterfaceOptions::default()) {
         Err(XdpError::Program(
             error @ (BpfError::Denied { .. } | BpfError::NotSupported { .. }),
         )) => return Some(error.to_string()),
@@ -96,11 +96,11 @@ pub(crate) struct Link {
     _dir: TempDir,
 }
 
-pub(crate) fn open(options: Options) -> Interface {
-    Interface::open(&name("near"), options).unwrap()
+pub(crate) fn open(options: InterfaceOptions) -> XdpInterface {
+    XdpInterface::open(&name("near"), options).unwrap()
 }
 
-pub(crate) fn backend(options: Options, config: XdpConfig) -> XdpBackend {
+pub(crate) fn backend(options: InterfaceOptions, config: XdpConfig) -> XdpBackend {
     XdpBackend::new(open(options), config).unwrap()
 }
 
@@ -117,7 +117,7 @@ pub(crate) fn send_from(far: &OwnedFd, frame: &[u8]) {
 }
 
 impl Link {
-    pub(crate) fn new(options: Options, config: XdpConfig) -> Link {
+    pub(crate) fn new(options: InterfaceOptions, config: XdpConfig) -> Link {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("net");
         let server = serve(&socket, None, backend(options, config));

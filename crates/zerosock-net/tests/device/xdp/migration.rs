@@ -1,7 +1,7 @@
 //! Live migration: the log of written pages while the kernel writes to the guest's memory, and announcements.
 
 use zerosock_proto::wire::net::{F_MRG_RXBUF, F_MTU};
-use zerosock_sys::xdp::{Attached, MAX_FRAME, Options};
+use zerosock_sys::xdp::{AttachMode, InterfaceOptions, MAX_FRAME};
 use zerosock_vhost_user::frontend::FrontendError;
 
 use super::super::announcements::rarp;
@@ -14,11 +14,11 @@ use super::link::{BUFFER, CONFIG, Link, isolated, name};
 /// Each page that the kernel has written in place is marked, and no other.
 #[test]
 fn pages_of_frames_that_are_received_in_place_are_marked() {
-    for attach in [Attached::Driver, Attached::Generic] {
+    for attach in [AttachMode::Driver, AttachMode::Generic] {
         isolated("pages_of_frames_that_are_received_in_place", move || {
-            let options = Options {
+            let options = InterfaceOptions {
                 attach: Some(attach),
-                ..Options::default()
+                ..InterfaceOptions::default()
             };
             let link = Link::new(options, CONFIG);
             let mut driver = link.attach_in_place(F_MRG_RXBUF);
@@ -52,7 +52,7 @@ fn announcement_waits_until_the_socket_is_bound() {
             if is_down {
                 name("near").bring_down().unwrap();
             }
-            let link = Link::new(Options::default(), CONFIG);
+            let link = Link::new(InterfaceOptions::default(), CONFIG);
             let mut driver = Driver::attach(&link.socket, F_MRG_RXBUF, 2);
             driver.frontend.send_rarp(MARK).unwrap();
             if is_down {
@@ -72,7 +72,7 @@ fn announcement_waits_until_the_socket_is_bound() {
 fn announcement_of_a_guest_that_has_gone_is_not_sent() {
     isolated("announcement_of_a_guest_that_has_gone", || {
         name("near").bring_down().unwrap();
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = Driver::attach(&link.socket, F_MRG_RXBUF, 2);
         driver.frontend.send_rarp(MARK).unwrap();
         drop(driver);
@@ -88,7 +88,7 @@ fn mtu_of_the_front_end_is_bounded_by_what_a_frame_may_be() {
     for (mtu, most) in [(1600, 1510), (1400, 1400)] {
         isolated("mtu_of_the_front_end_is_bounded", move || {
             name("near").set_mtu(mtu).unwrap();
-            let link = Link::new(Options::default(), CONFIG);
+            let link = Link::new(InterfaceOptions::default(), CONFIG);
             let mut driver = Driver::attach(&link.socket, F_MTU | F_MRG_RXBUF, 2);
             for refused in [most + 1, 9000, 65535] {
                 let result = driver.frontend.set_mtu(refused);

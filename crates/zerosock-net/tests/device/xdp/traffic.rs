@@ -3,7 +3,7 @@
 use zerosock_net::stats::NetStats;
 use zerosock_net::xdp::XdpConfig;
 use zerosock_proto::wire::net::{F_MRG_RXBUF, Header};
-use zerosock_sys::xdp::{Attached, LongFrames, MAX_FRAME, Options};
+use zerosock_sys::xdp::{AttachMode, InterfaceOptions, LongFrames, MAX_FRAME};
 
 use super::super::frames::plain;
 use super::super::network::wait_until;
@@ -15,12 +15,12 @@ fn copied(stats: NetStats) -> (u64, u64) {
 
 #[test]
 fn frames_pass_both_ways_in_place() {
-    for attach in [Attached::Driver, Attached::Generic] {
+    for attach in [AttachMode::Driver, AttachMode::Generic] {
         isolated("frames_pass_both_ways_in_place", move || {
             let attach = Some(attach);
-            let options = Options {
+            let options = InterfaceOptions {
                 attach,
-                ..Options::default()
+                ..InterfaceOptions::default()
             };
             let link = Link::new(options, CONFIG);
             for features in [0, F_MRG_RXBUF] {
@@ -57,7 +57,7 @@ fn frames_pass_both_ways_in_place() {
 #[test]
 fn frame_of_the_guest_is_not_copied_before_the_kernel_reads_it() {
     isolated("frame_of_the_guest_is_not_copied", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach_in_place(F_MRG_RXBUF);
         name("near").bring_down().unwrap();
         let mut frame = plain(1000, 1);
@@ -78,7 +78,7 @@ fn frame_of_the_guest_is_not_copied_before_the_kernel_reads_it() {
 #[test]
 fn frames_in_many_buffers_arrive_whole() {
     isolated("frames_in_many_buffers_arrive_whole", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach_in_place(F_MRG_RXBUF);
         for (seed, parts) in (1..).zip([2, 17, 18, 19, 40]) {
             let frame = plain(1514, seed);
@@ -95,7 +95,7 @@ fn frames_in_many_buffers_arrive_whole() {
 #[test]
 fn small_buffers_get_the_frames_that_fit() {
     isolated("small_buffers_get_the_frames_that_fit", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach_in_place(0);
         // Those of guests without mergeable buffers have no room for every frame behind 12 bytes.
         link.post(&mut driver, &[1530]);
@@ -126,7 +126,7 @@ fn received_frames_are_copied_by_choice() {
             copies: true,
             ..CONFIG
         };
-        let link = Link::new(Options::default(), config);
+        let link = Link::new(InterfaceOptions::default(), config);
         let mut driver = link.attach(F_MRG_RXBUF);
         link.wait_for_memory(&mut driver);
         link.wait_for_link(&mut driver);
@@ -146,9 +146,9 @@ fn received_frames_are_copied_by_choice() {
 fn long_frames_are_counted() {
     for long_frames in [LongFrames::Pass, LongFrames::Drop] {
         isolated("long_frames_are_counted", move || {
-            let options = Options {
+            let options = InterfaceOptions {
                 long_frames,
-                ..Options::default()
+                ..InterfaceOptions::default()
             };
             let link = Link::new(options, CONFIG);
             let mut driver = link.attach_in_place(F_MRG_RXBUF);
@@ -166,7 +166,7 @@ fn long_frames_are_counted() {
 #[test]
 fn sending_copies_does_not_end_receiving_in_place() {
     isolated("sending_copies_does_not_end_receiving_in_place", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach_in_place(F_MRG_RXBUF);
         let before = link.settled(&mut driver);
         let mut lens = vec![12];
@@ -189,7 +189,7 @@ fn sending_copies_does_not_end_receiving_in_place() {
 #[test]
 fn frames_that_the_kernel_drops_are_counted() {
     isolated("frames_that_the_kernel_drops_are_counted", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach_in_place(F_MRG_RXBUF);
         let before = link.settled(&mut driver);
         // The guest has no buffers, and does nothing meanwhile.
@@ -211,7 +211,7 @@ fn frames_that_the_kernel_drops_are_counted() {
 #[test]
 fn frames_beyond_the_mtu_are_refused() {
     isolated("frames_beyond_the_mtu_are_refused", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach_in_place(F_MRG_RXBUF);
         // The MTU is 1600; with a VLAN tag.
         link.check_sent(&mut driver, &plain(1618, 1), &[]);
@@ -225,7 +225,7 @@ fn frames_beyond_the_mtu_are_refused() {
 #[test]
 fn bursts_are_neither_lost_nor_reordered() {
     isolated("bursts_are_neither_lost_nor_reordered", || {
-        let link = Link::new(Options::default(), CONFIG);
+        let link = Link::new(InterfaceOptions::default(), CONFIG);
         let mut driver = link.attach_in_place(F_MRG_RXBUF);
         for round in 0..8 {
             link.post_many(&mut driver, 200, BUFFER);
@@ -258,7 +258,7 @@ fn queue_pairs_have_sockets_of_their_own() {
             queues: 2,
             ..CONFIG
         };
-        let link = Link::new(Options::default(), config);
+        let link = Link::new(InterfaceOptions::default(), config);
         let mut driver = Driver::attach(&link.socket, F_MQ | F_MRG_RXBUF, 4);
         link.post_many(&mut driver, 60, BUFFER);
         driver.post_many(1, 60, BUFFER);

@@ -8,7 +8,7 @@ use zerosock_net::server::{GuestConfig, Server};
 use zerosock_net::xdp::{Use, XdpConfig};
 use zerosock_proto::wire::net::{F_CSUM, F_HOST_TSO4, F_MRG_RXBUF, Header};
 use zerosock_sys::network::remove_interface;
-use zerosock_sys::xdp::Options;
+use zerosock_sys::xdp::InterfaceOptions;
 
 use super::super::driver::Driver;
 use super::super::frames::{MARK, TCP_HEADERS, plain, tcp, tso};
@@ -56,7 +56,7 @@ fn guests_and_the_interface_are_joined_by_a_switch() {
             use_of: Use::Uplink,
             ..CONFIG
         };
-        let uplink = backend(Options::default(), config);
+        let uplink = backend(InterfaceOptions::default(), config);
         let uplink = Some(("uplink".into(), uplink));
         let server = Server::start_switch(guests.into(), uplink, Duration::ZERO).unwrap();
         let far = listen();

@@ -31,8 +31,8 @@ pub use assembly::{Assembler, Lost, PayloadPart};
 pub use paused_destinations::{PauseReason, PausedDestinations};
 pub use paused_senders::PausedSenders;
 pub use table::{
-    BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats, DatagramTable, DropCause,
-    Refusal,
+    BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramRefusal, DatagramStats,
+    DatagramTable, DropCause,
 };
 pub use wire::{Control, F_DGRAM, F_DGRAM_FLOW, PauseSource, data};
 

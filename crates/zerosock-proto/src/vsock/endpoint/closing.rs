@@ -8,7 +8,7 @@ use core::hash::BuildHasher;
 
 use super::Shard;
 use crate::time::Instant;
-use crate::vsock::connection::{End, Pending};
+use crate::vsock::connection::{End, PendingEvents};
 use crate::vsock::event::{CloseReason, RefuseReason};
 use crate::vsock::ports::PortRef;
 use crate::vsock::state::{Input, State, transition};
@@ -76,13 +76,13 @@ impl<S: BuildHasher> Shard<S> {
         connection.probe_at = None;
         // A caller that does not know the connection gets no event.
         connection.pending = if connection.known_to_caller {
-            Pending {
+            PendingEvents {
                 connected: connection.pending.connected,
                 end: Some(end),
-                ..Pending::default()
+                ..PendingEvents::default()
             }
         } else {
-            Pending::default()
+            PendingEvents::default()
         };
         if let Some(port_ref) = connection.port_ref.take() {
             self.held_ports -= usize::from(port_ref == PortRef::Outgoing);

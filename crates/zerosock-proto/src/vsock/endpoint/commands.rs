@@ -11,7 +11,7 @@ use crate::vsock::config::Role;
 use crate::vsock::connection::{Connection, Key, Queued, Reservation};
 use crate::vsock::flow_id::FlowId;
 use crate::vsock::ports::PortRef;
-use crate::vsock::state::{Action, How, Input, State, transition};
+use crate::vsock::state::{Action, Directions, Input, State, transition};
 use crate::wire::vsock::{Op, Repr, SEQ_EOM, SEQ_EOR, SocketType};
 
 impl<S: BuildHasher> Shard<S> {
@@ -222,7 +222,12 @@ impl<S: BuildHasher> Shard<S> {
     ///
     /// # Errors
     /// See [`FlowError`].
-    pub fn shutdown(&mut self, now: Instant, flow: FlowId, how: How) -> Result<(), FlowError> {
+    pub fn shutdown(
+        &mut self,
+        now: Instant,
+        flow: FlowId,
+        how: Directions,
+    ) -> Result<(), FlowError> {
         self.command(now, flow, Input::Close(how))
     }
 

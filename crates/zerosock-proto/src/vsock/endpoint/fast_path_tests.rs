@@ -7,7 +7,7 @@ use super::*;
 use crate::addr::{Address, Port};
 use crate::time::Duration;
 use crate::vsock::connection::Reservation;
-use crate::vsock::state::How;
+use crate::vsock::state::Directions;
 use crate::vsock::{Disposition, Event};
 use crate::wire::vsock::{SEQ_EOM, SEQ_EOR};
 
@@ -27,7 +27,7 @@ enum Step {
     MessageNow { end: usize, len: u32, flags: u32 },
     Consume { end: usize, bytes: u32 },
     Buffer { end: usize, buf_alloc: u32 },
-    Shutdown { end: usize, how: How },
+    Shutdown { end: usize, how: Directions },
     Reset { end: usize },
     Transmit { side: usize, count: usize },
     Deliver { side: usize, count: usize },
@@ -300,7 +300,11 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         Just(SEQ_EOM | SEQ_EOR),
         any::<u32>()
     ];
-    let how = prop_oneof![Just(How::RECEIVE), Just(How::SEND), Just(How::BOTH)];
+    let how = prop_oneof![
+        Just(Directions::RECEIVE),
+        Just(Directions::SEND),
+        Just(Directions::BOTH)
+    ];
     let step = prop_oneof![
         9 => (end.clone(), len.clone()).prop_map(|(end, max)| Step::Reserve { end, max }),
         9 => (end.clone(), len.clone(), flags.clone())

@@ -113,7 +113,7 @@ use crate::wire::vsock::{Repr, SocketType};
 ///
 /// ```
 /// use std::sync::Arc;
-/// use zerosock_proto::vsock::{Disposition, Event, How, PortTable, Shard, ShardConfig};
+/// use zerosock_proto::vsock::{Disposition, Event, Directions, PortTable, Shard, ShardConfig};
 /// use zerosock_proto::wire::vsock::SocketType;
 /// use zerosock_proto::{Address, Cid, Instant, Port};
 ///
@@ -163,7 +163,7 @@ use crate::wire::vsock::{Repr, SocketType};
 /// guest.consume(flow, 100).unwrap();
 ///
 /// // Close: SHUTDOWN, answered with RST.
-/// guest.shutdown(now, client, How::BOTH).unwrap();
+/// guest.shutdown(now, client, Directions::BOTH).unwrap();
 /// transfer(now, &mut guest, &mut host);
 /// transfer(now, &mut host, &mut guest);
 /// assert!(matches!(host.poll_event(), Some(Event::Closed { flow, .. }) if flow == served));

@@ -10,7 +10,7 @@ use crate::vsock::connection::{Connection, Key};
 use crate::vsock::event::{CloseReason, Disposition, DropReason, RefuseReason};
 use crate::vsock::messages::Verdict;
 use crate::vsock::ports::Admission;
-use crate::vsock::state::{Action, How, Input, State, transition};
+use crate::vsock::state::{Action, Directions, Input, State, transition};
 use crate::wire::vsock::{Op, Repr, SEQ_EOM, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, SocketType};
 
 impl<S: BuildHasher> Shard<S> {
@@ -384,7 +384,7 @@ impl<S: BuildHasher> Shard<S> {
             Some(Op::Response) => Input::Response,
             Some(Op::Rst) => Input::Rst,
             Some(Op::Shutdown) => Input::Shutdown {
-                how: How {
+                how: Directions {
                     receive: header.flags & SHUTDOWN_RECEIVE != 0,
                     send: header.flags & SHUTDOWN_SEND != 0,
                 },

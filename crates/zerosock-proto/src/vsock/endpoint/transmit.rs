@@ -7,7 +7,7 @@ use crate::time::{Duration, Instant};
 use crate::vsock::connection::{End, LIMIT_PROBE, WINDOW_PROBE};
 use crate::vsock::credit::Stall;
 use crate::vsock::event::{Event, Span, Transmit};
-use crate::vsock::state::{How, Input, State, transition};
+use crate::vsock::state::{Directions, Input, State, transition};
 use crate::wire::vsock::{MAX_PAYLOAD, Op, Repr, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
 
 /// Most entries that an empty send queue keeps memory for.
@@ -195,7 +195,7 @@ impl<S: BuildHasher> Shard<S> {
             return Some(Event::Connected { flow });
         }
         if core::mem::take(&mut pending.peer_shutdown) {
-            let (_, How { receive, send }) = connection.shutdown_directions();
+            let (_, Directions { receive, send }) = connection.shutdown_directions();
             return Some(Event::PeerShutdown {
                 flow,
                 receive,
@@ -253,6 +253,6 @@ impl<S: BuildHasher> Shard<S> {
     }
 }
 
-const fn shutdown_flags(how: How) -> u32 {
+const fn shutdown_flags(how: Directions) -> u32 {
     (if how.receive { SHUTDOWN_RECEIVE } else { 0 }) | (if how.send { SHUTDOWN_SEND } else { 0 })
 }

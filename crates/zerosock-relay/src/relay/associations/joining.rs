@@ -17,11 +17,11 @@ use rustix::io::Errno;
 use zerosock_proto::Instant;
 use zerosock_sys::mmsg::Batch;
 
-use super::{Association, Associations, Done, Ended, Opener};
+use super::{Associations, Ended, Opener, SenderAssociation, TurnCounts};
 use crate::relay::direction::Ready;
 use crate::relay::joined::{Joining, Step};
 use crate::relay::listen::connected_beside;
-use crate::relay::pair::Stage;
+use crate::relay::pair::SocketStage;
 use crate::relay::store::{BATCH, Store};
 
 /// Datagrams of one sender from which on the kernel may join it to its socket: a question and its answer
@@ -40,7 +40,7 @@ impl Associations {
             return;
         };
         association.received += received;
-        let ready = association.stage == Stage::Connected && association.held.is_empty();
+        let ready = association.stage == SocketStage::Connected && association.held.is_empty();
         if association.received < JOIN_AFTER
             || !ready
             || self.joined >= MOST_JOINED
@@ -70,7 +70,7 @@ impl Associations {
         key: u32,
         store: &mut Store,
         opener: &mut impl Opener,
-        done: &mut Done,
+        done: &mut TurnCounts,
     ) {
         let Some(association) = self.table.get_mut(key) else {
             return;
@@ -117,7 +117,7 @@ impl Associations {
         store: &mut Store,
         opener: &mut impl Opener,
         now: Instant,
-        done: &mut Done,
+        done: &mut TurnCounts,
     ) -> Option<Ended> {
         let Joining::Yes(joined) = &mut self.table.get_mut(key)?.joining else {
             return None;
@@ -136,7 +136,7 @@ impl Associations {
     }
 }
 
-impl Association {
+impl SenderAssociation {
     /// The socket to the target.
     pub(super) fn target(&self) -> Result<BorrowedFd<'_>, Errno> {
         match &self.joining {
@@ -159,7 +159,7 @@ impl Association {
     }
 
     /// Counts the datagrams that the kernel has moved since the last call; returns whether there are any.
-    pub(super) fn observe(&mut self, done: &mut Done) -> bool {
+    pub(super) fn observe(&mut self, done: &mut TurnCounts) -> bool {
         let Joining::Yes(joined) = &self.joining else {
             return false;
         };

@@ -10,7 +10,7 @@ use zerosock_virtio::outbox::DeviceAddr;
 
 use super::{Context, Listener, Message, RelayDevice, side};
 use crate::relay::direction::Ready;
-use crate::relay::pair::{Source, Stage};
+use crate::relay::pair::{Origin, SocketStage};
 use crate::relay::socket::{Socket, SocketKind};
 
 /// Connections that one listener accepts in a turn.
@@ -64,7 +64,7 @@ impl RelayDevice {
     }
 
     /// Takes an accepted connection, or refuses it if there are too many.
-    fn admit(&mut self, end: usize, socket: Socket, source: Source, cx: &mut Context<'_>) {
+    fn admit(&mut self, end: usize, socket: Socket, source: Origin, cx: &mut Context<'_>) {
         if !self.plan.admit() {
             self.counters.refused.add(1);
             socket.reset_on_close();
@@ -88,7 +88,7 @@ impl RelayDevice {
     }
 
     /// Joins a connection to the one of the other end that has waited longest.
-    fn meet(&mut self, end: usize, socket: Socket, source: Source, cx: &mut Context<'_>) {
+    fn meet(&mut self, end: usize, socket: Socket, source: Origin, cx: &mut Context<'_>) {
         let Some((other, other_source)) = self.waiting[1 - end].pop_front() else {
             if self.waiting[end].len() < MOST_WAITING {
                 self.waiting[end].push_back((socket, source));
@@ -105,23 +105,23 @@ impl RelayDevice {
             0 => ([socket, other], source),
             _ => ([other, socket], other_source),
         };
-        let sides = sockets.map(|socket| (side(socket, Ready::default()), Stage::Connected));
+        let sides = sockets.map(|socket| (side(socket, Ready::default()), SocketStage::Connected));
         self.add(sides, source, cx);
     }
 }
 
-fn accept_one(listener: &Listener) -> Result<(Socket, Source), Errno> {
+fn accept_one(listener: &Listener) -> Result<(Socket, Origin), Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     if listener.kind == SocketKind::Vsock {
         let (fd, cid, port) = vsock::accept(&listener.fd)
             .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
         let socket = Socket::new(fd, listener.kind, true);
-        return Ok((socket, Source::Vsock { cid, port }));
+        return Ok((socket, Origin::Vsock { cid, port }));
     }
     let (fd, address) = acceptfrom_with(&listener.fd, flags)?;
     let source = match address.map(SocketAddr::try_from) {
-        Some(Ok(address)) => Source::Ip(address),
-        _ => Source::Unix,
+        Some(Ok(address)) => Origin::Ip(address),
+        _ => Origin::Unix,
     };
     let socket = Socket::new(fd, listener.kind, listener.refuses_rights);
     Ok((socket, source))

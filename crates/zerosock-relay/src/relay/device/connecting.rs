@@ -9,16 +9,16 @@ use zerosock_virtio::worker::WorkerMessage;
 use super::{Context, Message, RelayDevice, SIDES, side};
 use crate::connector::{ConnectError, Connected, NO_PERMISSION};
 use crate::proxy_protocol;
-use crate::relay::direction::{Ready, Side};
+use crate::relay::direction::{Ready, WatchedSocket};
 use crate::relay::open::Opened;
-use crate::relay::pair::{Pair, Reason, Source, Stage};
+use crate::relay::pair::{Origin, Pair, Reason, SocketStage};
 use crate::relay::socket::Socket;
 
 impl RelayDevice {
     /// Begins a pair with a socket that was accepted, or with none.
-    pub(super) fn begin(&mut self, accepted: Option<Socket>, source: Source, cx: &mut Context<'_>) {
+    pub(super) fn begin(&mut self, accepted: Option<Socket>, source: Origin, cx: &mut Context<'_>) {
         let first = match accepted {
-            Some(socket) => Ok((side(socket, Ready::default()), Stage::Connected)),
+            Some(socket) => Ok((side(socket, Ready::default()), SocketStage::Connected)),
             None => self.open(0),
         };
         match (first, self.open(1)) {
@@ -32,22 +32,27 @@ impl RelayDevice {
     }
 
     /// Begins to connect to an end.
-    fn open(&self, end: usize) -> Result<(Side, Stage), Errno> {
+    fn open(&self, end: usize) -> Result<(WatchedSocket, SocketStage), Errno> {
         let destination = self.plan.destinations[end].as_ref().ok_or(Errno::INVAL)?;
         Ok(match destination.open()? {
-            Opened::Socket(socket, Stage::Connected) => {
-                (side(socket, Ready::WRITE), Stage::Connected)
+            Opened::Socket(socket, SocketStage::Connected) => {
+                (side(socket, Ready::WRITE), SocketStage::Connected)
             }
             Opened::Socket(socket, stage) => (side(socket, Ready::default()), stage),
             Opened::Ask(_) => {
                 let absent = Socket::absent(destination.kind());
-                (side(absent, Ready::default()), Stage::Absent)
+                (side(absent, Ready::default()), SocketStage::Absent)
             }
         })
     }
 
     /// Adds a pair, registers its sockets and asks the connector for those that are absent.
-    pub(super) fn add(&mut self, sides: [(Side, Stage); 2], source: Source, cx: &mut Context<'_>) {
+    pub(super) fn add(
+        &mut self,
+        sides: [(WatchedSocket, SocketStage); 2],
+        source: Origin,
+        cx: &mut Context<'_>,
+    ) {
         self.serial = self.serial.wrapping_add(1);
         let mut pair = Pair::new(sides, self.plan.modes(), source, self.serial, cx.now);
         if self.plan.config.sockmap.is_some() {
@@ -55,7 +60,7 @@ impl RelayDevice {
         }
         if self.plan.config.proxy_protocol {
             let source = match source {
-                Source::Ip(address) => proxy_protocol::Source::Ip(address),
+                Origin::Ip(address) => proxy_protocol::Source::Ip(address),
                 _ => proxy_protocol::Source::Local,
             };
             let to = local_address(&pair.side(0).socket);
@@ -81,7 +86,7 @@ impl RelayDevice {
             } else if let Err(error) = self.register(&side.socket, kind, key, cx) {
                 let errno = Errno::from_io_error(&error).unwrap_or(Errno::IO);
                 return self.end_pair(key, Reason::Failed(end as u8, errno), cx);
-            } else if pair.stage(end) == Stage::Greeting {
+            } else if pair.stage(end) == SocketStage::Greeting {
                 self.greet(key, end, cx);
             }
         }
@@ -125,7 +130,7 @@ impl RelayDevice {
         let Some(pair) = self.pairs.get_mut(key as usize) else {
             return;
         };
-        if pair.serial != serial || pair.stage(end) != Stage::Absent {
+        if pair.serial != serial || pair.stage(end) != SocketStage::Absent {
             return;
         }
         self.asked.remove(&(key, end));
@@ -159,12 +164,18 @@ impl RelayDevice {
     }
 
     /// A socket has reached a stage.
-    pub(super) fn advance(&mut self, key: u32, end: usize, stage: Stage, cx: &mut Context<'_>) {
+    pub(super) fn advance(
+        &mut self,
+        key: u32,
+        end: usize,
+        stage: SocketStage,
+        cx: &mut Context<'_>,
+    ) {
         let Some(pair) = self.pairs.get_mut(key as usize) else {
             return;
         };
         pair.set_stage(end, stage);
-        if stage == Stage::Greeting {
+        if stage == SocketStage::Greeting {
             return self.greet(key, end, cx);
         }
         if pair.is_connected() {
@@ -187,7 +198,7 @@ impl RelayDevice {
             return;
         };
         match pair.stage(end) {
-            Stage::Connecting if readiness.writable() => {
+            SocketStage::Connecting if readiness.writable() => {
                 // Without EPOLLERR there is no error to ask for.
                 if readiness.hung_up()
                     && let Some(errno) = pair.side(end).socket.take_error()
@@ -198,18 +209,18 @@ impl RelayDevice {
                     .as_ref()
                     .is_some_and(|to| to.greeting().is_some());
                 let next = if greets {
-                    Stage::Greeting
+                    SocketStage::Greeting
                 } else {
-                    Stage::Connected
+                    SocketStage::Connected
                 };
                 self.advance(key, end, next, cx);
             }
-            Stage::Greeting if readiness.readable() => {
+            SocketStage::Greeting if readiness.readable() => {
                 self.read_greeting(key, end, readiness, cx);
             }
             // The other socket is not connected yet: a reset ends the pair, the end of the stream follows
             // its bytes.
-            Stage::Connected if readiness.hung_up() => {
+            SocketStage::Connected if readiness.hung_up() => {
                 if let Some(errno) = pair.side(end).socket.take_error() {
                     self.end_pair(key, Reason::Failed(end as u8, errno), cx);
                 }
@@ -248,7 +259,7 @@ impl RelayDevice {
     }
 
     /// The target of a connection cannot be reached; there is no pair yet.
-    pub(super) fn unreachable(&self, source: Source, end: usize, reason: &dyn std::fmt::Display) {
+    pub(super) fn unreachable(&self, source: Origin, end: usize, reason: &dyn std::fmt::Display) {
         self.unreachable_end(source, end, reason);
         self.counters.opened.add(1);
         self.counters.ended.add(1);

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 
 use rustix::io::Errno;
 use zerosock_proto::Instant;
-use zerosock_sys::mmsg::Address;
+use zerosock_sys::mmsg::KernelAddress;
 use zerosock_virtio::poller::{Interest, Poller, Token};
 use zerosock_virtio::worker::WorkerMessage;
 
@@ -12,12 +12,14 @@ use super::log::log_association;
 use super::{ASSOCIATION, Context, Message, RelayDevice, SENDER};
 use crate::associations::AssociationId;
 use crate::connector::{ConnectError, Connected, PendingConnect};
-use crate::relay::associations::{self, Association, Associations, Done, Ended, OpenError, Opener};
-use crate::relay::counters::Counters;
+use crate::relay::associations::{
+    self, Associations, Ended, OpenError, Opener, SenderAssociation, TurnCounts,
+};
+use crate::relay::counters::WorkerCounters;
 use crate::relay::joined::Joined;
 use crate::relay::open::Opened;
-use crate::relay::pair::Stage;
-use crate::relay::plan::Plan;
+use crate::relay::pair::SocketStage;
+use crate::relay::plan::RelayPlan;
 use crate::relay::socket::Socket;
 use crate::relay::store::Store;
 use crate::sockmap::Directions;
@@ -25,8 +27,8 @@ use crate::target::Target;
 
 /// Opens the sockets of associations.
 struct Targets<'a> {
-    plan: &'a Plan,
-    counters: &'a Counters,
+    plan: &'a RelayPlan,
+    counters: &'a WorkerCounters,
     own: &'a zerosock_virtio::mailbox::Sender<WorkerMessage<RelayDevice>>,
     device: u32,
     poller: &'a Poller,
@@ -69,7 +71,7 @@ impl Targets<'_> {
         registered.map_err(|error| error.to_string())
     }
 
-    fn count(&self, done: &Done) {
+    fn count(&self, done: &TurnCounts) {
         self.counters.add_bytes([0; 2], done.bytes);
         self.counters.dropped.add(done.dropped);
         self.counters.refused.add(done.refused);
@@ -77,7 +79,7 @@ impl Targets<'_> {
 
     fn end_association(
         &self,
-        mut association: Association,
+        mut association: SenderAssociation,
         reason: &dyn std::fmt::Display,
         now: Instant,
     ) {
@@ -99,8 +101,8 @@ impl Opener for Targets<'_> {
     fn open(
         &mut self,
         id: AssociationId,
-        source: &Address,
-    ) -> Result<associations::Opened, OpenError> {
+        source: &KernelAddress,
+    ) -> Result<associations::AssociationSocket, OpenError> {
         if !self.plan.admit() {
             return Err(OpenError::Full);
         }
@@ -111,7 +113,11 @@ impl Opener for Targets<'_> {
                 .map(|()| (socket, stage, None)),
             Ok(Opened::Ask(target)) => match self.ask(target, id) {
                 None => Err(Errno::HOSTUNREACH.into()),
-                asked => Ok((Socket::absent(self.plan.kind(1)), Stage::Absent, asked)),
+                asked => Ok((
+                    Socket::absent(self.plan.kind(1)),
+                    SocketStage::Absent,
+                    asked,
+                )),
             },
             Err(errno) => Err(errno.into()),
         };
@@ -132,7 +138,7 @@ impl Opener for Targets<'_> {
         Err(OpenError::Unreachable)
     }
 
-    fn end(&mut self, association: Association, reason: Ended, now: Instant) {
+    fn end(&mut self, association: SenderAssociation, reason: Ended, now: Instant) {
         match reason {
             Ended::Closed => {}
             Ended::Failed(_) => self.counters.failed.add(1),
@@ -231,7 +237,7 @@ impl RelayDevice {
         let Some((associations, _, targets)) = self.associations(cx) else {
             return;
         };
-        let mut done = Done::default();
+        let mut done = TurnCounts::default();
         let all = associations.drain(&mut done);
         targets.count(&done);
         for association in all {

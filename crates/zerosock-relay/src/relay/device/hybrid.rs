@@ -4,7 +4,7 @@ use rustix::io::Errno;
 use rustix::net::RecvFlags;
 
 use super::{Context, RelayDevice};
-use crate::relay::pair::Stage;
+use crate::relay::pair::SocketStage;
 use zerosock_virtio::poller::Readiness;
 
 /// `OK `, ten digits and a newline, and some patience for other programs' blanks.
@@ -16,7 +16,7 @@ pub const CLOSED_WITHOUT_OK: &str = "no VMM is connected, no driver runs, the gu
 
 /// What a hybrid socket has answered.
 #[derive(Debug, Eq, PartialEq)]
-pub enum Answer {
+pub enum HybridAnswer {
     /// So many bytes are the answer; what follows is the guest's.
     Ok(usize),
     /// There is no whole line yet, nor [`LONGEST_ANSWER`].
@@ -25,19 +25,19 @@ pub enum Answer {
     Other(String),
 }
 
-impl Answer {
+impl HybridAnswer {
     /// Reads the first bytes of a hybrid socket.
-    pub fn read(answer: &[u8]) -> Answer {
+    pub fn read(answer: &[u8]) -> HybridAnswer {
         let Some(end) = answer.iter().position(|&byte| byte == b'\n') else {
             return match answer.len() < LONGEST_ANSWER {
-                true => Answer::Unfinished,
-                false => Answer::Other(String::from_utf8_lossy(answer).into_owned()),
+                true => HybridAnswer::Unfinished,
+                false => HybridAnswer::Other(String::from_utf8_lossy(answer).into_owned()),
             };
         };
         let line = String::from_utf8_lossy(&answer[..end]);
         match line.trim_end().strip_prefix("OK ").map(str::parse::<u32>) {
-            Some(Ok(_)) => Answer::Ok(end + 1),
-            _ => Answer::Other(line.into_owned()),
+            Some(Ok(_)) => HybridAnswer::Ok(end + 1),
+            _ => HybridAnswer::Other(line.into_owned()),
         }
     }
 }
@@ -83,17 +83,17 @@ impl RelayDevice {
             Err(errno) => return self.fail_connect(key, end, &errno, cx),
             Ok(got) => got,
         };
-        match Answer::read(&answer[..got]) {
+        match HybridAnswer::read(&answer[..got]) {
             // The peek never returns 0 behind unread bytes.
-            Answer::Unfinished if readiness.peer_finished() => {
+            HybridAnswer::Unfinished if readiness.peer_finished() => {
                 self.fail_connect(key, end, &"closed before its OK line was complete", cx);
             }
-            Answer::Unfinished => {}
-            Answer::Ok(length) => match socket.receive(&mut answer[..length]) {
-                Ok(_) => self.advance(key, end, Stage::Connected, cx),
+            HybridAnswer::Unfinished => {}
+            HybridAnswer::Ok(length) => match socket.receive(&mut answer[..length]) {
+                Ok(_) => self.advance(key, end, SocketStage::Connected, cx),
                 Err(errno) => self.fail_connect(key, end, &errno, cx),
             },
-            Answer::Other(line) => {
+            HybridAnswer::Other(line) => {
                 let reason = format!("answered `{}` to CONNECT", line.escape_debug());
                 self.fail_connect(key, end, &reason, cx);
             }
@@ -105,18 +105,18 @@ impl RelayDevice {
 mod tests {
     use super::*;
 
-    fn read(answer: &[u8]) -> Answer {
-        Answer::read(answer)
+    fn read(answer: &[u8]) -> HybridAnswer {
+        HybridAnswer::read(answer)
     }
 
     #[test]
     fn an_answer_ends_with_its_newline() {
-        assert_eq!(read(b""), Answer::Unfinished);
-        assert_eq!(read(b"OK 12"), Answer::Unfinished);
-        assert_eq!(read(b"OK 1234\nOK 5\n"), Answer::Ok(8));
-        assert_eq!(read(b"OK 1234 \nx"), Answer::Ok(9));
-        assert_eq!(read(b"OK x\n"), Answer::Other("OK x".into()));
-        assert_eq!(read(b"\n"), Answer::Other(String::new()));
-        assert!(matches!(read(&[b'O'; 64]), Answer::Other(_)));
+        assert_eq!(read(b""), HybridAnswer::Unfinished);
+        assert_eq!(read(b"OK 12"), HybridAnswer::Unfinished);
+        assert_eq!(read(b"OK 1234\nOK 5\n"), HybridAnswer::Ok(8));
+        assert_eq!(read(b"OK 1234 \nx"), HybridAnswer::Ok(9));
+        assert_eq!(read(b"OK x\n"), HybridAnswer::Other("OK x".into()));
+        assert_eq!(read(b"\n"), HybridAnswer::Other(String::new()));
+        assert!(matches!(read(&[b'O'; 64]), HybridAnswer::Other(_)));
     }
 }

@@ -5,13 +5,13 @@ use std::fmt;
 use zerosock_proto::Instant;
 
 use super::{RelayDevice, name};
-use crate::relay::associations::Association;
-use crate::relay::pair::{Pair, Reason, Source};
-use crate::relay::plan::Plan;
+use crate::relay::associations::SenderAssociation;
+use crate::relay::pair::{Origin, Pair, Reason};
+use crate::relay::plan::RelayPlan;
 use crate::relay::way::Mode;
 
 /// `Some` if a line may be written, with the number of those that were suppressed before it, if any.
-fn admit_line(plan: &Plan) -> Option<Option<u64>> {
+fn admit_line(plan: &RelayPlan) -> Option<Option<u64>> {
     match tracing::enabled!(tracing::Level::INFO) {
         true => plan.lines.admit(std::time::Instant::now()),
         false => None,
@@ -20,8 +20,8 @@ fn admit_line(plan: &Plan) -> Option<Option<u64>> {
 
 /// Logs the end of an association.
 pub(super) fn log_association(
-    plan: &Plan,
-    association: &Association,
+    plan: &RelayPlan,
+    association: &SenderAssociation,
     now: Instant,
     reason: &dyn fmt::Display,
 ) {
@@ -67,7 +67,7 @@ impl RelayDevice {
     }
 
     /// Logs a connection whose target cannot be reached.
-    pub(super) fn unreachable_end(&self, source: Source, end: usize, reason: &dyn fmt::Display) {
+    pub(super) fn unreachable_end(&self, source: Origin, end: usize, reason: &dyn fmt::Display) {
         let Some(suppressed) = admit_line(&self.plan) else {
             return;
         };
@@ -81,14 +81,14 @@ impl RelayDevice {
     }
 }
 
-struct From<'a>(Source, &'a dyn fmt::Display);
+struct From<'a>(Origin, &'a dyn fmt::Display);
 
 impl fmt::Display for From<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
-            Source::Ip(address) => write!(f, "{address}"),
-            Source::Vsock { cid, port } => write!(f, "vsock:{cid}:{port}"),
-            Source::Unix | Source::Here => self.1.fmt(f),
+            Origin::Ip(address) => write!(f, "{address}"),
+            Origin::Vsock { cid, port } => write!(f, "vsock:{cid}:{port}"),
+            Origin::Unix | Origin::Here => self.1.fmt(f),
         }
     }
 }

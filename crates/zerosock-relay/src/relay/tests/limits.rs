@@ -173,7 +173,7 @@ fn a_listener_that_is_taken_is_named() {
 /// Receiving fails each time, as without memory for a packet: the worker's other pairs have their turns.
 #[test]
 fn an_error_of_a_datagram_socket_that_stays_ends_the_turn() {
-    use crate::relay::direction::{Direction, Outcome, Ready, Side};
+    use crate::relay::direction::{Direction, Outcome, Ready, WatchedSocket};
     use crate::relay::socket::{Socket, SocketKind};
     use crate::relay::store::Store;
     use crate::relay::way::Mode;
@@ -185,7 +185,7 @@ fn an_error_of_a_datagram_socket_that_stays_ends_the_turn() {
         let mut ready = Ready::READ;
         ready.set(Ready::WRITE);
         let socket = Socket::new(fd, SocketKind::Udp, true);
-        Side { socket, ready }
+        WatchedSocket { socket, ready }
     };
     let (sender, turns) = std::sync::mpsc::channel();
     std::thread::spawn(move || {

@@ -16,7 +16,7 @@ use rustix::net::RecvFlags;
 
 use zerosock_sys::bpf::BpfError;
 
-use crate::relay::{Endpoint, NoSockmap, Relay, RelayConfig, RelayStats, Way};
+use crate::relay::{KernelEndpoint, NoSockmap, Relay, RelayConfig, RelayStats, Way};
 
 /// Generous: only a hang takes this long.
 pub(super) const DEADLINE: Duration = Duration::from_secs(60);
@@ -117,7 +117,7 @@ impl Target {
         }
     }
 
-    pub(super) fn endpoint(&self) -> Endpoint {
+    pub(super) fn endpoint(&self) -> KernelEndpoint {
         let text = match self {
             Target::Tcp(listener) => format!("tcp:{}", listener.local_addr().unwrap()),
             Target::Unix(_, path) => format!("unix:{}", path.display()),
@@ -157,7 +157,7 @@ pub(super) fn wait_readable(fd: BorrowedFd<'_>) {
     assert_eq!(poll(&mut polled, Some(&limit)).unwrap(), 1, "a time-out");
 }
 
-pub(super) fn listening(kind: Kind, dir: &Path) -> Endpoint {
+pub(super) fn listening(kind: Kind, dir: &Path) -> KernelEndpoint {
     let text = match kind {
         Kind::Tcp => "tcp-listen:127.0.0.1:0".into(),
         Kind::Unix => format!("unix-listen:{}", dir.join("relay").display()),

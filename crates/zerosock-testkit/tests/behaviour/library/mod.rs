@@ -19,7 +19,7 @@ use zerosock::vsock::{
 use zerosock::{Address, Cid, Port};
 use zerosock_cli::vm::pattern::Pattern;
 use zerosock_testkit::calls::{Call, Kind, Number, Setting};
-use zerosock_testkit::protocol::{Command, How, Outcome, Socket, Source};
+use zerosock_testkit::protocol::{Command, Outcome, ShutdownDirection, Socket, Source};
 
 use super::side::{Side, Started};
 use transfer::{
@@ -216,9 +216,9 @@ impl Shared {
             }
             Command::Shutdown { socket, how } => {
                 let how = match how {
-                    How::Receive => Shutdown::Read,
-                    How::Send => Shutdown::Write,
-                    How::Both => Shutdown::Both,
+                    ShutdownDirection::Receive => Shutdown::Read,
+                    ShutdownDirection::Send => Shutdown::Write,
+                    ShutdownDirection::Both => Shutdown::Both,
                 };
                 match self.find(socket)? {
                     Open::Records(records) => of(records.shutdown(how)),

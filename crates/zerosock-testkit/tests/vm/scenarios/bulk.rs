@@ -3,7 +3,7 @@
 use std::thread;
 
 use zerosock_cli::vm::hybrid;
-use zerosock_testkit::protocol::{Command, How};
+use zerosock_testkit::protocol::{Command, ShutdownDirection};
 
 use crate::lab::{Lab, STEP, deadlines, expected, port, read_exact, read_to_end, write};
 
@@ -115,7 +115,7 @@ pub(crate) fn hundred(lab: &Lab) {
     for socket in sockets.iter().chain(&guest) {
         vm.run(Command::Shutdown {
             socket: *socket,
-            how: How::Both,
+            how: ShutdownDirection::Both,
         });
         vm.close(*socket);
     }

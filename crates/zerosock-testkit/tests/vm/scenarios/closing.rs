@@ -5,7 +5,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 
-use zerosock_testkit::protocol::{Command, How, Socket};
+use zerosock_testkit::protocol::{Command, ShutdownDirection, Socket};
 
 use crate::lab::{Lab, STEP, Vm, expected, port, read_exact, read_to_end, write};
 
@@ -32,7 +32,7 @@ pub(crate) fn guest_shuts_sending(lab: &Lab) {
         assert_eq!((sent.errno, sent.bytes), (None, UNREAD));
         vm.run(Command::Shutdown {
             socket,
-            how: How::Send,
+            how: ShutdownDirection::Send,
         });
         let rest = read_to_end(&stream);
         assert_eq!(
@@ -77,7 +77,7 @@ pub(crate) fn guest_shuts_receiving(lab: &Lab) {
     both_kinds(lab, |vm, socket, mut stream| {
         vm.run(Command::Shutdown {
             socket,
-            how: How::Receive,
+            how: ShutdownDirection::Receive,
         });
         let chunk = [7; 65536];
         let mut written = 0;

@@ -15,7 +15,7 @@ use rustix::net::{
 };
 use zerosock_cli::vm::pattern::{Pattern, sha256};
 use zerosock_testkit::calls::{self, Call, Kind};
-use zerosock_testkit::protocol::{Command, How, Outcome, Socket};
+use zerosock_testkit::protocol::{Command, Outcome, ShutdownDirection, Socket};
 
 use crate::lab::{Lab, STEP, Vm, port};
 
@@ -244,7 +244,7 @@ fn exchange(vm: &Vm, (socket, program): (Socket, Program)) {
     // The other direction continues.
     send(vm, socket, 7, 70_000);
     assert_eq!(sha256(&program.recv()), sha256(&Pattern::bytes(7, 70_000)));
-    let how = How::Send;
+    let how = ShutdownDirection::Send;
     vm.run(Command::Shutdown { socket, how });
     assert_eq!(program.recv(), b"", "the end");
     vm.close(socket);

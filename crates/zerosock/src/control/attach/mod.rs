@@ -35,7 +35,7 @@ use rustix::net::SocketType;
 use zerosock_proto::{Cid, Port};
 use zerosock_sys::PeerFd;
 use zerosock_sys::account::Account;
-use zerosock_sys::socket_file::Options;
+use zerosock_sys::socket_file::SocketFileOptions;
 
 use crate::control::socket_file::{self, SocketFile, SocketKind};
 use crate::device::HostAccess;
@@ -222,7 +222,7 @@ impl AttachConfig {
 /// `AddrInUse` if a process listens there, or if the file is not a socket; otherwise those of socket(2),
 /// bind(2) and listen(2).
 pub fn listen(path: &Path) -> io::Result<OwnedFd> {
-    let options = Options {
+    let options = SocketFileOptions {
         kind: SocketType::SEQPACKET,
         mode: None,
         gid: None,

@@ -6,7 +6,7 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
 use zerosock_proto::{Address, Cid};
 use zerosock_ring::{Chain, SliceBuf};
 
-use super::put::{NotPut, Source};
+use super::put::{DatagramPayload, NotPut};
 use super::{COPY, wake_all};
 use crate::device::{Context, Device};
 use crate::header;
@@ -168,7 +168,7 @@ impl Device {
         bytes: &[u8],
         cx: &mut Context<'_>,
     ) -> Result<(), NotPut> {
-        let put = self.put_datagram(from, to, Source::Bytes(bytes), cx);
+        let put = self.put_datagram(from, to, DatagramPayload::Bytes(bytes), cx);
         match put {
             Ok(()) => {
                 if let Some(app) = cx.shared.app.as_deref_mut() {

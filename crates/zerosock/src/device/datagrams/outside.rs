@@ -24,7 +24,7 @@ use zerosock_relay::associations::AssociationId;
 use zerosock_ring::{Chain, Memory, SliceBuf};
 use zerosock_virtio::poller::{Interest, Readiness};
 
-use super::put::{NotPut, Source};
+use super::put::{DatagramPayload, NotPut};
 use crate::device::forwarded::{DialedFor, request_by};
 use crate::device::host_sockets::hybrid::{self, Ahead};
 use crate::device::host_sockets::{Attempt, HostSocket, Refusal};
@@ -394,7 +394,7 @@ impl Device {
         let put = match ahead {
             Ahead::Message(len) if len > MAX_DATAGRAM as usize => Some((Err(NotPut::TooLong), len)),
             Ahead::Message(len) => {
-                let source = Source::Socket(&socket, len);
+                let source = DatagramPayload::Socket(&socket, len);
                 Some((self.put_of_sibling(from, to, source, cx), len))
             }
             _ => None,

@@ -27,7 +27,7 @@ const PIECES: usize = 128;
 
 /// The payload of a datagram.
 #[derive(Copy, Clone)]
-pub(super) enum Source<'a> {
+pub(super) enum DatagramPayload<'a> {
     Bytes(&'a [u8]),
     /// The given number of bytes of a chain, behind the header.
     Chain(&'a Memory, &'a Chain, usize),
@@ -46,18 +46,18 @@ pub(crate) enum NotPut {
     NotReceived(bool),
 }
 
-impl Source<'_> {
+impl DatagramPayload<'_> {
     pub(super) fn len(self) -> usize {
         match self {
-            Source::Bytes(bytes) => bytes.len(),
-            Source::Chain(_, _, len) | Source::Socket(_, len) => len,
+            DatagramPayload::Bytes(bytes) => bytes.len(),
+            DatagramPayload::Chain(_, _, len) | DatagramPayload::Socket(_, len) => len,
         }
     }
 
     /// Fills the payload parts of `chains`, which have room for it, in their order.
     #[inline]
     fn fill(self, memory: &Memory, chains: &[Chain], counters: &Counters) -> Result<(), NotPut> {
-        if let Source::Socket(socket, len) = self {
+        if let DatagramPayload::Socket(socket, len) = self {
             return receive(socket, len, memory, chains, counters);
         }
         let mut at = 0;
@@ -73,12 +73,12 @@ impl Source<'_> {
     fn copy(self, at: usize, len: usize, memory: &Memory, chain: &Chain) {
         match self {
             // Received by `fill`.
-            Source::Socket(..) => {}
-            Source::Bytes(bytes) => {
+            DatagramPayload::Socket(..) => {}
+            DatagramPayload::Bytes(bytes) => {
                 let bytes = bytes.get(at..at + len).unwrap_or(&[]);
                 memory.write(chain.writable(), HEADER_LEN, bytes);
             }
-            Source::Chain(from, source, _) => {
+            DatagramPayload::Chain(from, source, _) => {
                 let source = (from, source.readable(), HEADER_LEN + at);
                 Memory::copy(source, (memory, chain.writable(), HEADER_LEN), len);
             }
@@ -112,7 +112,7 @@ fn receive(
             return Err(NotPut::NotReceived(false));
         }
         counters.copied_bytes.add(len as u64);
-        return Source::Bytes(&bytes).fill(memory, chains, counters);
+        return DatagramPayload::Bytes(&bytes).fill(memory, chains, counters);
     }
     match socket.recv_packet(&slices) {
         Ok(got) if got.bytes == len => {
@@ -174,7 +174,7 @@ impl Device {
         &mut self,
         from: Address,
         to: Address,
-        source: Source<'_>,
+        source: DatagramPayload<'_>,
         cx: &mut Context<'_>,
     ) -> Result<(), NotPut> {
         let len = source.len();
@@ -208,7 +208,7 @@ impl Device {
         first: Chain,
         from: Address,
         to: Address,
-        source: Source<'_>,
+        source: DatagramPayload<'_>,
         cx: &mut Context<'_>,
     ) -> Result<(), NotPut> {
         let Some(rx) = self.queues.rings.rx.as_mut() else {

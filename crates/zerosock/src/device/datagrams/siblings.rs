@@ -12,8 +12,8 @@ use zerosock_proto::vsock::datagram::{Control, OVERHEAD};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 use zerosock_ring::Chain;
 
-use super::put::{NotPut, Source};
-use crate::device::state::sibling_message::{Datagram, Payload as Carried, SiblingMessage};
+use super::put::{DatagramPayload, NotPut};
+use crate::device::state::sibling_message::{SiblingDatagram, SiblingMessage, SiblingPayload};
 use crate::device::{Context, Device};
 use crate::fallible;
 
@@ -58,11 +58,11 @@ impl Device {
             }
             Some(bytes) => {
                 self.datagrams.under_way += bytes.len();
-                Carried::Copied(bytes.into_boxed_slice())
+                SiblingPayload::Copied(bytes.into_boxed_slice())
             }
-            None => Carried::Lent(tx.queue.memory().clone()),
+            None => SiblingPayload::Lent(tx.queue.memory().clone()),
         };
-        let datagram = Datagram {
+        let datagram = SiblingDatagram {
             from: self.addr,
             flow: self.datagrams.flow_control,
             header,
@@ -74,8 +74,12 @@ impl Device {
     }
 
     /// Handles a sibling's datagram or flow-control packet for our guest.
-    pub(in crate::device) fn sibling_datagram(&mut self, datagram: Datagram, cx: &mut Context<'_>) {
-        let Datagram {
+    pub(in crate::device) fn sibling_datagram(
+        &mut self,
+        datagram: SiblingDatagram,
+        cx: &mut Context<'_>,
+    ) {
+        let SiblingDatagram {
             from,
             flow,
             header,
@@ -96,8 +100,10 @@ impl Device {
             self.datagrams.queue_control(header);
         } else {
             let source = match &payload {
-                Carried::Copied(bytes) => Source::Bytes(bytes),
-                Carried::Lent(memory) => Source::Chain(memory, &chain, header.len as usize),
+                SiblingPayload::Copied(bytes) => DatagramPayload::Bytes(bytes),
+                SiblingPayload::Lent(memory) => {
+                    DatagramPayload::Chain(memory, &chain, header.len as usize)
+                }
             };
             self.take_from_sibling(&header, source, flow, cx);
         }
@@ -113,7 +119,7 @@ impl Device {
     fn take_from_sibling(
         &mut self,
         header: &Repr,
-        source: Source<'_>,
+        source: DatagramPayload<'_>,
         flow: bool,
         cx: &mut Context<'_>,
     ) {
@@ -134,12 +140,12 @@ impl Device {
             datagrams.waiting_bytes <= WAITING && datagrams.waiting.try_reserve(1).is_ok();
         if has_room && let Ok(mut bytes) = fallible::zeroed(source.len()) {
             match source {
-                Source::Bytes(from) => bytes.copy_from_slice(from),
-                Source::Chain(memory, chain, _) => {
+                DatagramPayload::Bytes(from) => bytes.copy_from_slice(from),
+                DatagramPayload::Chain(memory, chain, _) => {
                     memory.read(chain.readable(), HEADER_LEN, &mut bytes);
                 }
                 // Answers of sockets wait in their sockets.
-                Source::Socket(..) => {}
+                DatagramPayload::Socket(..) => {}
             }
             cx.shared.counters.copied_bytes.add(bytes.len() as u64);
             datagrams.waiting_bytes += bytes.len() + OVERHEAD as usize;
@@ -163,7 +169,7 @@ impl Device {
         &mut self,
         from: Address,
         to: Address,
-        source: Source<'_>,
+        source: DatagramPayload<'_>,
         cx: &mut Context<'_>,
     ) -> Result<(), NotPut> {
         if !self.bridges.has_ready() {
@@ -247,7 +253,8 @@ impl Device {
             self.transmit_answers(cx);
         }
         while let Some(next) = self.datagrams.waiting.pop_front() {
-            let put = self.put_of_sibling(next.from, next.to, Source::Bytes(&next.bytes), cx);
+            let put =
+                self.put_of_sibling(next.from, next.to, DatagramPayload::Bytes(&next.bytes), cx);
             if put == Err(NotPut::NoRoom) {
                 self.datagrams.waiting.push_front(next);
                 break;

@@ -10,8 +10,10 @@ use zerosock_ring::{
 };
 
 use super::*;
-use crate::device::lab::Lab;
-use crate::device::state::sibling_message::{Datagram, Payload, SiblingMessage, return_lent};
+use crate::device::lab::DeviceFixture;
+use crate::device::state::sibling_message::{
+    SiblingDatagram, SiblingMessage, SiblingPayload, return_lent,
+};
 use zerosock_virtio::outbox::DeviceAddr;
 
 const SOURCE: DeviceAddr = DeviceAddr {
@@ -63,27 +65,27 @@ fn ring(n: usize, len: u32, writable: bool) -> Ring {
 }
 
 /// `n` assembled datagrams of a sibling, each of `len` bytes.
-pub(crate) fn datagrams(n: usize, len: usize) -> Vec<Datagram> {
+pub(crate) fn datagrams(n: usize, len: usize) -> Vec<SiblingDatagram> {
     let mut queue = queue(n, 64, false);
-    let one = |_| Datagram {
+    let one = |_| SiblingDatagram {
         from: SOURCE,
         flow: false,
         header: data(FROM, TO, len as u32, true),
-        payload: Payload::Copied(vec![7; len].into_boxed_slice()),
+        payload: SiblingPayload::Copied(vec![7; len].into_boxed_slice()),
         chain: queue.pop().unwrap().unwrap(),
         epoch: 0,
     };
     (0..n).map(one).collect()
 }
 
-fn receiver(buffers: usize) -> Lab {
-    let mut lab = Lab::new();
+fn receiver(buffers: usize) -> DeviceFixture {
+    let mut lab = DeviceFixture::new();
     lab.device.datagrams.set_features(F_DGRAM);
     lab.device.queues.rings.rx = Some(ring(buffers, 4096, true));
     lab
 }
 
-fn posted(lab: &mut Lab) -> u16 {
+fn posted(lab: &mut DeviceFixture) -> u16 {
     lab.device.queues.rings.rx.as_mut().unwrap().queue.posted()
 }
 
@@ -129,7 +131,7 @@ fn datagrams_get_all_buffers_without_ready_streams() {
 #[test]
 fn assembled_datagrams_in_flight_are_bounded() {
     const LEN: usize = 64 << 10;
-    let mut lab = Lab::new();
+    let mut lab = DeviceFixture::new();
     let mut tx = ring(20, 64, false);
     let chains: Vec<Chain> = (0..20).map(|_| tx.pop().unwrap()).collect();
     lab.device.queues.rings.tx = Some(tx);

@@ -9,7 +9,7 @@ use zerosock_ring::{
 };
 
 use super::NotPut;
-use crate::device::lab::Lab;
+use crate::device::lab::DeviceFixture;
 use crate::device::state::datagrams::WaitingDatagram;
 use crate::device::{RX, TX};
 use zerosock_vhost_user::Reply;
@@ -62,7 +62,7 @@ fn queue() -> Ring {
 
 #[test]
 fn datagram_behind_a_pending_command_does_not_keep_the_worker_awake() {
-    let mut lab = Lab::new();
+    let mut lab = DeviceFixture::new();
     let (device, mut cx) = lab.lend();
     device.queues.rings.rx = Some(queue());
     device.datagrams.waiting.push_back(WaitingDatagram {
@@ -84,7 +84,7 @@ fn datagram_behind_a_pending_command_does_not_keep_the_worker_awake() {
 
 #[test]
 fn program_is_woken_for_buffers_after_a_pending_command() {
-    let mut lab = Lab::new();
+    let mut lab = DeviceFixture::new();
     let (device, mut cx) = lab.lend();
     device.queues.rings.rx = Some(queue());
     device.queues.pending = Some(PendingCommand::Stop(RX, Reply::discarded()));

@@ -14,7 +14,7 @@ use std::io;
 use std::time::Duration;
 use zerosock_ring::GuestSlice;
 use zerosock_sys::account::{Account, Permit};
-use zerosock_sys::{PeerFd, Received, fd_passing};
+use zerosock_sys::{PeerFd, ReceivedBytes, fd_passing};
 
 /// A socket to a host program: see the module.
 #[derive(Debug)]
@@ -182,7 +182,7 @@ impl HostSocket {
 
     /// Receives into guest memory without waiting.
     #[inline]
-    pub(crate) fn recv_slices(&self, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
+    pub(crate) fn recv_slices(&self, slices: &[GuestSlice<'_>]) -> io::Result<ReceivedBytes> {
         match &self.0 {
             Kind::Plain { fd, .. } => zerosock_sys::recv_slices(fd.as_fd(), slices),
             Kind::TakesRights { fd, .. } if fd.account().is_some_and(Account::is_clogged) => {
@@ -193,7 +193,7 @@ impl HostSocket {
     }
 
     /// As [`recv_slices`](Self::recv_slices), one packet of a socket of type SOCK_SEQPACKET.
-    pub(crate) fn recv_packet(&self, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
+    pub(crate) fn recv_packet(&self, slices: &[GuestSlice<'_>]) -> io::Result<ReceivedBytes> {
         match &self.0 {
             Kind::TakesRights { fd, .. } if !fd.account().is_some_and(Account::is_clogged) => {
                 zerosock_sys::recv_packet_and_rights(fd, slices)

@@ -15,7 +15,7 @@ use super::forwarded::Forwarded;
 use super::messages::Messages;
 use super::zero_copy::ZeroCopySends;
 use crate::device::host_sockets::{HostPort, HostSocket};
-use crate::device::outbound::{HeldChain, Outbound, Spare, Spares};
+use crate::device::outbound::{HeldChain, Outbound, QueuePool, ReusableQueue};
 
 use super::peer::Peer;
 use std::collections::VecDeque;
@@ -58,7 +58,7 @@ pub(crate) struct SiblingPeer {
     /// Chains of our guest that are lent to the sibling, which returns them in order.
     pub(crate) lent: u32,
     /// How many of them were lent after [`Bridge::held_since`].
-    pub(crate) lent_later: u32,
+    pub(crate) lent_since_hold: u32,
     /// The sibling held a chain beyond the hold limit and has not caught up since.
     pub(crate) stalled: bool,
 }
@@ -69,7 +69,7 @@ impl SiblingPeer {
             peer,
             inbound: None,
             lent: 0,
-            lent_later: 0,
+            lent_since_hold: 0,
             stalled: false,
         }
     }
@@ -82,7 +82,7 @@ impl SiblingPeer {
     pub(crate) fn push(
         &mut self,
         inbound: Inbound,
-        spares: &mut Spares<InboundQueue>,
+        spares: &mut QueuePool<InboundQueue>,
     ) -> Option<Inbound> {
         let waiting = spares.get_or_insert_spare(&mut self.inbound);
         match (waiting.parts.back_mut(), inbound) {
@@ -178,7 +178,7 @@ impl SiblingPeer {
 
     /// Returns an empty list to `spares`.
     #[inline]
-    pub(crate) fn recycle(&mut self, spares: &mut Spares<InboundQueue>) {
+    pub(crate) fn recycle(&mut self, spares: &mut QueuePool<InboundQueue>) {
         spares.recycle(&mut self.inbound);
     }
 }
@@ -193,7 +193,7 @@ pub(crate) struct InboundQueue {
     lost: bool,
 }
 
-impl Spare for InboundQueue {
+impl ReusableQueue for InboundQueue {
     #[inline]
     fn is_empty(&self) -> bool {
         self.parts.is_empty() && self.copied == 0 && !self.lost
@@ -336,7 +336,7 @@ mod tests {
         let (worker, vm) = (0, 0);
         let device = zerosock_virtio::outbox::DeviceAddr { worker, number: vm };
         let mut sibling = SiblingPeer::new(Peer { device, flow });
-        let mut spares = Spares::default();
+        let mut spares = QueuePool::default();
         for _ in 0..1000 {
             let (bytes, taken) = (vec![7; 1000], 0);
             sibling.push(Inbound::Copied { bytes, taken }, &mut spares);

@@ -6,7 +6,7 @@
 //!
 //! The host is the other end of the bridge: a host socket, or a sibling.
 
-use zerosock_proto::vsock::How;
+use zerosock_proto::vsock::Directions;
 
 /// The direction from the guest to the host.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -83,7 +83,7 @@ pub(crate) enum BridgeAction {
     /// Inform the host that the guest receives no more, and drop the host's bytes.
     StopHost,
     /// Shut down the guest's flow in these directions.
-    ShutDownFlow(How),
+    ShutDownFlow(Directions),
 }
 
 /// The table: the next state and what to do.
@@ -103,9 +103,11 @@ pub(crate) const fn transition(
         (E::Connected, H::Connecting, _) => (H::Open, to_guest, A::Nothing),
         (E::GuestFinished, H::Open | H::Refused, _) => (H::Ending, to_guest, A::Flush),
         (E::Delivered, H::Ending, _) => (H::Ended, to_guest, A::EndHost),
-        (E::HostStopped, H::Open, _) => (H::Refused, to_guest, A::ShutDownFlow(How::RECEIVE)),
+        (E::HostStopped, H::Open, _) => {
+            (H::Refused, to_guest, A::ShutDownFlow(Directions::RECEIVE))
+        }
         (E::HostStopped, H::Ending | H::Ended, _) => {
-            (to_host, to_guest, A::ShutDownFlow(How::RECEIVE))
+            (to_host, to_guest, A::ShutDownFlow(Directions::RECEIVE))
         }
         (E::FlowEnded, H::Open | H::Refused, _) => (H::Ending, G::Ended { gone }, A::Nothing),
         (E::FlowEnded, _, _) => (to_host, G::Ended { gone }, A::Nothing),
@@ -115,9 +117,11 @@ pub(crate) const fn transition(
             (to_host, G::Ending { gone: true }, A::Nothing)
         }
         // The host had ended its stream or was told to; now it has also stopped reading.
-        (E::HostGone, _, G::Ended { .. }) => {
-            (to_host, G::Ended { gone: true }, A::ShutDownFlow(How::BOTH))
-        }
+        (E::HostGone, _, G::Ended { .. }) => (
+            to_host,
+            G::Ended { gone: true },
+            A::ShutDownFlow(Directions::BOTH),
+        ),
         (E::GuestStopped, _, G::Open | G::Ending { .. }) => {
             (to_host, G::Ended { gone }, A::StopHost)
         }
@@ -126,7 +130,7 @@ pub(crate) const fn transition(
             (
                 to_host,
                 G::Ended { gone },
-                A::ShutDownFlow(How { receive, send }),
+                A::ShutDownFlow(Directions { receive, send }),
             )
         }
         _ => (to_host, to_guest, A::Nothing),

@@ -67,9 +67,9 @@ fn action(name: &str) -> BridgeAction {
         "flush" => BridgeAction::Flush,
         "eof" => BridgeAction::EndHost,
         "stop" => BridgeAction::StopHost,
-        "r" => BridgeAction::ShutDownFlow(How::RECEIVE),
-        "s" => BridgeAction::ShutDownFlow(How::SEND),
-        "b" => BridgeAction::ShutDownFlow(How::BOTH),
+        "r" => BridgeAction::ShutDownFlow(Directions::RECEIVE),
+        "s" => BridgeAction::ShutDownFlow(Directions::SEND),
+        "b" => BridgeAction::ShutDownFlow(Directions::BOTH),
         other => panic!("no action {other}"),
     }
 }

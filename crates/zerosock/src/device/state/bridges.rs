@@ -15,7 +15,7 @@ use zerosock_ring::{Chain, Memory};
 
 use super::bridge::{Bridge, BridgePeer, Inbound, InboundQueue};
 use super::flags::Flags;
-use crate::device::outbound::{HeldChain, OutboundQueue, Spares};
+use crate::device::outbound::{HeldChain, OutboundQueue, QueuePool};
 
 /// The slab is freed when it is empty and its capacity exceeds this number.
 const KEPT: usize = 1024;
@@ -36,8 +36,8 @@ pub(crate) struct Bridges {
     /// Keys of bridges that received bytes from the guest since the last flush.
     dirty: VecDeque<u32>,
     /// Queues of idle bridges, for reuse.
-    spare_outbound: Spares<OutboundQueue>,
-    spare_inbound: Spares<InboundQueue>,
+    spare_outbound: QueuePool<OutboundQueue>,
+    spare_inbound: QueuePool<InboundQueue>,
     /// Chains held, lent or in flight.
     stalled_chains: usize,
     overflow_bytes: usize,

@@ -95,7 +95,7 @@ pub(crate) enum SiblingMessage {
     Lost,
 
     /// A datagram or flow-control packet for the peer's guest. Return the chain at once.
-    Datagram(Datagram),
+    Datagram(SiblingDatagram),
     /// The answer to `Datagram`: the chain, and a flow-control packet for the sender's guest.
     DatagramDone {
         chain: zerosock_ring::Chain,
@@ -120,13 +120,13 @@ pub(crate) struct Dialed {
 
 /// A packet of type DGRAM on its way from one guest to another.
 #[derive(Debug)]
-pub(crate) struct Datagram {
+pub(crate) struct SiblingDatagram {
     pub(crate) from: DeviceAddr,
     /// The sender's driver has negotiated datagram flow control.
     pub(crate) flow: bool,
     /// The header as the guest sent it; for an assembled datagram with its total length.
     pub(crate) header: Repr,
-    pub(crate) payload: Payload,
+    pub(crate) payload: SiblingPayload,
     /// The chain of the datagram, or of its last fragment.
     pub(crate) chain: zerosock_ring::Chain,
     pub(crate) epoch: u32,
@@ -134,19 +134,19 @@ pub(crate) struct Datagram {
 
 /// Where the payload of a datagram is.
 #[derive(Debug)]
-pub(crate) enum Payload {
+pub(crate) enum SiblingPayload {
     /// In its chain, behind the header.
     Lent(Arc<Memory>),
     /// Assembled from fragments.
     Copied(Box<[u8]>),
 }
 
-impl Payload {
+impl SiblingPayload {
     /// Bytes of an assembled datagram, else 0.
     pub(crate) fn copied(&self) -> usize {
         match self {
-            Payload::Lent(_) => 0,
-            Payload::Copied(bytes) => bytes.len(),
+            SiblingPayload::Lent(_) => 0,
+            SiblingPayload::Copied(bytes) => bytes.len(),
         }
     }
 }
@@ -198,8 +198,8 @@ impl SiblingMessage {
 }
 
 /// The answer that returns a lent packet: its receiver has gone.
-pub(crate) fn return_lent(datagram: Datagram) -> (DeviceAddr, SiblingMessage) {
-    let Datagram {
+pub(crate) fn return_lent(datagram: SiblingDatagram) -> (DeviceAddr, SiblingMessage) {
+    let SiblingDatagram {
         from,
         chain,
         epoch,

@@ -9,7 +9,7 @@ use zerosock_proto::vsock::datagram::{
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Port};
 
-use crate::driver::bare::{CID, Peer, connect, pair};
+use crate::driver::test_device::{CID, TestDevice, connect, pair};
 use crate::driver::{Driver, StreamId};
 use crate::table::backend::Backend;
 use crate::table::calls::{ConnectionCalls, InboxCalls};
@@ -22,7 +22,7 @@ const LIMITS: DatagramLimits = DatagramLimits {
 
 struct Victim {
     driver: Driver,
-    peer: Peer,
+    peer: TestDevice,
     socket: DatagramId,
     /// A socket that the invalid datagrams do not concern.
     other: DatagramId,

@@ -190,7 +190,7 @@ impl Driver {
         let epoch = self.epoch;
         let now = || crate::driver::since(epoch);
         let mut may = self.datagrams.inboxes.table.may_send(id, to, len, now);
-        if may == Err(zerosock_proto::vsock::datagram::Refusal::Throttled) {
+        if may == Err(zerosock_proto::vsock::datagram::DatagramRefusal::Throttled) {
             // The device may have consumed some.
             let _ = self.store.queue_pairs[QUEUE_PAIR].tx.reap();
             self.collect_consumed_datagrams();

@@ -5,7 +5,7 @@ use zerosock_proto::{Address, Cid, Port};
 
 use super::QUEUE_PAIR;
 use crate::driver::Driver;
-use crate::driver::bare::{Peer, pair};
+use crate::driver::test_device::{TestDevice, pair};
 use crate::table::backend::Backend;
 use crate::table::calls::InboxCalls;
 use crate::table::datagrams::{DatagramBackend, DatagramFault};
@@ -13,7 +13,7 @@ use crate::table::datagrams::{DatagramBackend, DatagramFault};
 const TO: Address = Address::new(Cid::HOST, Port::new(9));
 
 /// A driver, its device, and a socket with a send buffer of `send` bytes.
-fn scene(send: u32) -> (Driver, Peer, DatagramId) {
+fn scene(send: u32) -> (Driver, TestDevice, DatagramId) {
     let (mut driver, mut peer) = pair(|config| {
         config.queue_size = 128;
         config.tx_buffer_size = 4096;
@@ -48,7 +48,7 @@ fn fill(driver: &mut Driver, id: DatagramId, bytes: &[u8]) -> usize {
 }
 
 /// The device takes a packet. Returns whether it must notify.
-fn take(peer: &mut Peer) -> bool {
+fn take(peer: &mut TestDevice) -> bool {
     let chain = peer.tx.pop().unwrap().expect("a packet");
     peer.tx.complete(chain, 0);
     peer.tx.publish()

@@ -30,7 +30,7 @@ use crate::vsock::waiting::SpinTime;
 use zerosock_virtio::poller::Events;
 
 /// What the lock protects.
-pub(crate) struct State {
+pub(crate) struct HubState {
     pub(crate) backend: Box<dyn Backend>,
     /// Ticket of the thread that sleeps on the backend's descriptor.
     pub(super) sleeper: Option<u64>,
@@ -56,7 +56,7 @@ pub(crate) struct State {
 
 /// An endpoint's shared state; see the module.
 pub(crate) struct Core {
-    pub(super) state: OwnerLock<State>,
+    pub(super) state: OwnerLock<HubState>,
     /// What the lock holder has dropped, to be closed when it releases the lock.
     pub(super) deferred_closes: Mutex<Vec<DeferredClose>>,
     /// `deferred_closes` is not empty.
@@ -94,7 +94,7 @@ pub(crate) struct Core {
 /// since.
 pub(crate) struct Locked<'a> {
     pub(super) core: &'a Core,
-    pub(super) guard: Option<OwnerGuard<'a, State>>,
+    pub(super) guard: Option<OwnerGuard<'a, HubState>>,
     /// Buffers were returned to the backend and may not have been published to the peer.
     pub(super) has_returned: bool,
 }
@@ -147,7 +147,7 @@ impl Core {
             window: AtomicU32::new(DEFAULT_BUFFER),
             #[cfg(test)]
             before_release: hook::Hook::default(),
-            state: OwnerLock::new(State {
+            state: OwnerLock::new(HubState {
                 backend,
                 sleeper: None,
                 waiters: Vec::new(),
@@ -323,7 +323,7 @@ impl Core {
 
 impl<'a> Locked<'a> {
     #[inline]
-    fn new(core: &'a Core, guard: OwnerGuard<'a, State>) -> Locked<'a> {
+    fn new(core: &'a Core, guard: OwnerGuard<'a, HubState>) -> Locked<'a> {
         Locked {
             core,
             guard: Some(guard),
@@ -331,7 +331,7 @@ impl<'a> Locked<'a> {
         }
     }
 
-    pub(super) fn state(&mut self) -> &mut State {
+    pub(super) fn state(&mut self) -> &mut HubState {
         // `yield_lock` and `drop` alone take the guard.
         self.guard.as_mut().expect("the lock is held")
     }

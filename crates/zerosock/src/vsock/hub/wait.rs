@@ -8,10 +8,10 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::lock::{Core, Locked, State};
+use super::lock::{Core, HubState, Locked};
 use super::wait_budget::{WaitBudget, WaitFault, WaitMode};
 use super::waiter::{Interest, WaiterKind};
-use crate::fault::Fault as Blame;
+use crate::fault::Fault;
 use crate::table::backend::Backend;
 use crate::table::over::EndpointEnded;
 use crate::vsock::waiting::Wait;
@@ -40,7 +40,7 @@ struct WaitProgress {
 }
 
 impl WaitProgress {
-    fn record(&self, wait: Option<Wait>, state: &mut State) {
+    fn record(&self, wait: Option<Wait>, state: &mut HubState) {
         if let (Some(wait @ Wait::Adaptive { .. }), Some(began), true) =
             (wait, self.began, self.slept)
         {
@@ -231,7 +231,7 @@ impl Core {
                 state.events = events;
                 if let Err(error) = slept {
                     let why = format!("cannot wait: {error}");
-                    locked.fail(EndpointEnded::new(Blame::System, why));
+                    locked.fail(EndpointEnded::new(Fault::System, why));
                 }
             }
             locked.disarm();

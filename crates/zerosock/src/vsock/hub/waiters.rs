@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::descriptors::EventFd;
-use super::lock::{Core, Locked, State};
+use super::lock::{Core, HubState, Locked};
 use super::waiter::{Interest, Waiter, WaiterKind};
 
 /// The backend has something to take in already: the caller must not sleep.
@@ -146,7 +146,7 @@ impl Locked<'_> {
         // Clears old notifications, unless the sleeper may not have seen them: it clears them.
         if self.state().sleeper.is_none() {
             self.disarm();
-            let State {
+            let HubState {
                 backend, events, ..
             } = self.state();
             // Waiting on an owned epoll descriptor cannot fail; if it does, the rings have the same
@@ -320,7 +320,7 @@ impl Locked<'_> {
     }
 }
 
-impl State {
+impl HubState {
     /// Whether any waiter is registered.
     #[inline]
     pub(super) fn has_waiters(&self) -> bool {

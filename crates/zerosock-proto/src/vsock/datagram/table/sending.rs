@@ -5,7 +5,7 @@
 //! succeed: for a full send buffer when half of it is free, and for a flush when nothing is in
 //! flight.
 
-use super::{DatagramId, DatagramTable, Refusal, Socket};
+use super::{DatagramId, DatagramRefusal, DatagramTable, Socket};
 use crate::addr::Address;
 use crate::time::Instant;
 use crate::vsock::datagram::paused_destinations::PauseReason;
@@ -19,7 +19,7 @@ impl DatagramTable {
     /// when a destination is paused.
     ///
     /// # Errors
-    /// [`Refusal`]; after one that is temporary, [`poll_writable`](Self::poll_writable) returns the
+    /// [`DatagramRefusal`]; after one that is temporary, [`poll_writable`](Self::poll_writable) returns the
     /// socket when a retry can succeed.
     #[inline]
     pub fn may_send(
@@ -28,24 +28,24 @@ impl DatagramTable {
         to: Address,
         len: usize,
         now: impl FnOnce() -> Instant,
-    ) -> Result<Address, Refusal> {
+    ) -> Result<Address, DatagramRefusal> {
         let paused_destinations = &self.paused_destinations;
         let Some(socket) = self
             .sockets
             .get_mut(id.index as usize)
             .filter(|socket| socket.used && socket.generation == id.generation)
         else {
-            return Err(Refusal::Unknown);
+            return Err(DatagramRefusal::Unknown);
         };
         if len > MAX_DATAGRAM as usize {
-            return Err(Refusal::TooLong(len));
+            return Err(DatagramRefusal::TooLong(len));
         }
         if !paused_destinations.is_empty() {
             match paused_destinations.reason(now(), socket.local.port, to) {
-                Some(PauseReason::Unsupported) => return Err(Refusal::Unsupported),
+                Some(PauseReason::Unsupported) => return Err(DatagramRefusal::Unsupported),
                 Some(PauseReason::Full(_)) => {
                     socket.waiting = true;
-                    return Err(Refusal::Stopped);
+                    return Err(DatagramRefusal::Stopped);
                 }
                 None => {}
             }
@@ -54,7 +54,7 @@ impl DatagramTable {
         if socket.sending >= socket.limits.send.max(1) {
             let half = socket.limits.send / 2;
             self.throttle(id.index, half);
-            return Err(Refusal::Throttled);
+            return Err(DatagramRefusal::Throttled);
         }
         Ok(socket.local)
     }

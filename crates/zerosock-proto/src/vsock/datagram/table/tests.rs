@@ -190,8 +190,11 @@ fn a_full_send_buffer_throttles_until_datagrams_complete() {
         None,
         "the last one may exceed the limit"
     );
-    assert_eq!(send(&mut table, 0), Some(Refusal::Throttled));
-    assert_eq!(send(&mut table, 65537), Some(Refusal::TooLong(65537)));
+    assert_eq!(send(&mut table, 0), Some(DatagramRefusal::Throttled));
+    assert_eq!(
+        send(&mut table, 65537),
+        Some(DatagramRefusal::TooLong(65537))
+    );
     table.handle_completed(id, 999 - OVERHEAD);
     assert_eq!(table.poll_writable(), None, "still full");
     table.handle_completed(id, 65536);
@@ -239,7 +242,10 @@ fn a_send_buffer_of_zero_allows_one_datagram_at_a_time() {
     for _ in 0..3 {
         table.may_send(id, THEM, 0, now).unwrap();
         table.sent(id, 0, true);
-        assert_eq!(table.may_send(id, THEM, 0, now), Err(Refusal::Throttled));
+        assert_eq!(
+            table.may_send(id, THEM, 0, now),
+            Err(DatagramRefusal::Throttled)
+        );
         assert_eq!(table.completions_until_writable(), Some(1));
         table.handle_completed(id, 0);
         assert_eq!(table.poll_writable(), Some(id));
@@ -325,7 +331,10 @@ fn stop_pauses_one_destination_until_start() {
     let stop = Control::Stop(PauseSource::Receiver).emit(THEM, at(9));
     let other = Address::new(THEM.cid, Port::new(2));
     assert!(table.handle_control(now(), &stop));
-    assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Stopped));
+    assert_eq!(
+        table.may_send(id, THEM, 1, now),
+        Err(DatagramRefusal::Stopped)
+    );
     assert_eq!(table.may_send(id, other, 1, now), Ok(at(9)));
     let start = Control::Start(PauseSource::Receiver).emit(THEM, at(9));
     assert!(table.handle_control(now(), &start));
@@ -341,7 +350,10 @@ fn a_lost_start_delays_sending_until_stop_expires() {
         now(),
         &Control::Stop(PauseSource::Receiver).emit(THEM, at(9)),
     );
-    assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Stopped));
+    assert_eq!(
+        table.may_send(id, THEM, 1, now),
+        Err(DatagramRefusal::Stopped)
+    );
     let end = now() + STOP_DURATION;
     assert_eq!(table.poll_timeout(), Some(end));
     table.handle_timeout(end);
@@ -363,7 +375,7 @@ fn a_receiver_that_stays_full_keeps_its_sources_stopped() {
         theirs.handle_timeout(time);
         assert_eq!(
             theirs.may_send(source, at(9), 1, || time),
-            Err(Refusal::Stopped)
+            Err(DatagramRefusal::Stopped)
         );
         time = ours.poll_timeout().unwrap();
         assert!(time <= now() + STOP_REPEAT_INTERVAL * 200);
@@ -392,7 +404,10 @@ fn an_unsupported_destination_is_an_error() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
     table.handle_control(now(), &Control::Unsupported.emit(THEM, at(9)));
-    assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Unsupported));
+    assert_eq!(
+        table.may_send(id, THEM, 1, now),
+        Err(DatagramRefusal::Unsupported)
+    );
     let end = now() + STOP_DURATION;
     assert_eq!(table.may_send(id, THEM, 1, || end), Ok(at(9)), "it expires");
 }
@@ -408,13 +423,13 @@ fn a_waiting_socket_wakes_when_another_stop_finds_its_pause_expired() {
     };
     stop(&mut table, THEM, now());
     let refused = table.may_send(id, THEM, 1, now);
-    assert_eq!(refused, Err(Refusal::Stopped));
+    assert_eq!(refused, Err(DatagramRefusal::Stopped));
     let later = now() + STOP_DURATION;
     stop(&mut table, other, later);
     assert_eq!(table.poll_writable(), Some(id));
     assert!(table.may_send(id, THEM, 1, || later).is_ok());
     assert_eq!(
         table.may_send(id, other, 1, || later),
-        Err(Refusal::Stopped)
+        Err(DatagramRefusal::Stopped)
     );
 }

@@ -18,7 +18,8 @@ use super::super::codec::{Answer, Status, VERSION, encode_answer};
 use super::super::{HOST, LAST_CLAIMABLE, MAX_CLAIMS};
 use super::clients::{has_hung_up, is_allowed};
 use super::state::{
-    Claim, Client, Conflict, PendingClaim, REQUEST_TIMEOUT, Server, Stage, State, granted,
+    AttachedClient, Claim, ClientState, Conflict, MemberStage, PendingClaim, REQUEST_TIMEOUT,
+    Server, granted,
 };
 use crate::control::registry::DeviceRegistry;
 use zerosock_vhost_user::FrontendRegistry;
@@ -189,7 +190,7 @@ impl Server {
     pub(super) fn claims_notice_dropped(&mut self, number: u64, frontends: &mut FrontendRegistry) {
         self.claims
             .retain(|_, claim| claim.releasing != Some(number));
-        let asked = |(&key, client): (&u32, &Client)| match client.pending_claim {
+        let asked = |(&key, client): (&u32, &AttachedClient)| match client.pending_claim {
             Some(PendingClaim::Publishing(notice)) if notice == number => Some(key),
             _ => None,
         };
@@ -209,7 +210,7 @@ impl Server {
         frontends: &mut FrontendRegistry,
         which: impl Fn(Instant) -> bool,
     ) {
-        let waiting = |(&key, client): (&u32, &Client)| match client.pending_claim {
+        let waiting = |(&key, client): (&u32, &AttachedClient)| match client.pending_claim {
             Some(PendingClaim::Waiting { until, .. }) if which(until) => Some(key),
             _ => None,
         };
@@ -235,11 +236,13 @@ impl Server {
     fn service_of(&mut self, key: u32) -> Option<usize> {
         let client = self.clients.get(&key)?;
         let member = match client.state {
-            State::Attached { vm } => self.members.get(&vm).map(|member| (vm, member)),
+            ClientState::Attached { vm } => self.members.get(&vm).map(|member| (vm, member)),
             _ => None,
         };
         match member {
-            Some((vm, member)) if member.service.is_some() && member.stage == Stage::Active => {
+            Some((vm, member))
+                if member.service.is_some() && member.stage == MemberStage::Active =>
+            {
                 Some(vm)
             }
             _ => {

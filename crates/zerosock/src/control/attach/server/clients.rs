@@ -18,8 +18,8 @@ use zerosock_sys::{PeerFd, fd_passing};
 
 use super::super::codec::{Answer, Status, Version, encode_answer};
 use super::state::{
-    ACCEPT_PAUSE, ANSWER_LIMIT, BUDGET, Client, LISTENER, MAX_CLIENTS, REQUEST_TIMEOUT, Server,
-    State,
+    ACCEPT_PAUSE, ANSWER_LIMIT, AttachedClient, BUDGET, ClientState, LISTENER, MAX_CLIENTS,
+    REQUEST_TIMEOUT, Server,
 };
 use crate::control::registry::DeviceRegistry;
 use zerosock_vhost_user::FrontendRegistry;
@@ -95,11 +95,11 @@ impl Server {
             if let Err(error) = frontends.watch(&socket, key, watched) {
                 return self.warn(&format!("cannot watch a process: {error}"));
             }
-            let client = Client {
+            let client = AttachedClient {
                 socket,
                 uid,
                 pid,
-                state: State::AwaitingRequest { until },
+                state: ClientState::AwaitingRequest { until },
                 answer: None,
                 pending_claim: None,
                 watched,
@@ -128,7 +128,7 @@ impl Server {
     /// Clients of a user that are not members.
     fn unattached_clients(&self, uid: u32) -> usize {
         let clients = self.clients.values().filter(|client| client.uid == uid);
-        let unattached = clients.filter(|c| !matches!(c.state, State::Attached { .. }));
+        let unattached = clients.filter(|c| !matches!(c.state, ClientState::Attached { .. }));
         unattached.count()
     }
 
@@ -158,7 +158,7 @@ impl Server {
         let Some(client) = self.clients.remove(&key) else {
             return;
         };
-        if let State::Joining { vm, .. } | State::Attached { vm } = client.state {
+        if let ClientState::Joining { vm, .. } | ClientState::Attached { vm } = client.state {
             self.disconnect_member(vm, reason, frontends);
         }
     }
@@ -184,7 +184,7 @@ impl Server {
     }
 }
 
-impl Client {
+impl AttachedClient {
     /// Sends the pending answer. Returns false if the socket has no room for it.
     pub(super) fn flush(&mut self) -> io::Result<bool> {
         if let Some(answer) = &self.answer {

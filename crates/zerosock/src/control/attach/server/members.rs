@@ -20,10 +20,12 @@ use super::super::codec::{AttachRequest, Status, encode_answer};
 use super::super::directory::Process;
 use super::claims::PortList;
 use super::clients::has_hung_up;
-use super::state::{Conflict, JoinRequest, Member, Server, Stage, State, granted};
-use crate::control::registry::{DeviceRegistry, Entry};
+use super::state::{
+    AttachedMember, ClientState, Conflict, JoinRequest, MemberStage, Server, granted,
+};
+use crate::control::registry::{DeviceRegistry, RouteEntry};
 use crate::device::HostAccess;
-use crate::device::factory::Member as Device;
+use crate::device::factory::Member;
 use crate::routing::name::Name;
 use zerosock_vhost_user::{FrontendRegistry, FrontendSocket, VmSpec};
 
@@ -189,7 +191,7 @@ impl Server {
     pub(super) fn is_leaving(
         &self,
         vm: usize,
-        member: &Member,
+        member: &AttachedMember,
         frontends: &FrontendRegistry,
     ) -> bool {
         member.stage.is_leaving() || !frontends.has_frontend(vm)
@@ -234,7 +236,7 @@ impl Server {
             AddressSlot::Cid(cid) => (cid, None),
             AddressSlot::Block(block) => (HOST, Some(block)),
         };
-        let device = Device {
+        let device = Member {
             cid,
             host,
             buf_alloc: config.buf_alloc,
@@ -250,7 +252,7 @@ impl Server {
         };
         let addr = match request {
             JoinRequest::Process(_) => {
-                let entry = Entry {
+                let entry = RouteEntry {
                     groups: &config.groups,
                     ports,
                     name: request.name(),
@@ -294,14 +296,14 @@ impl Server {
                 return Err(error);
             }
         };
-        let member = Member {
+        let member = AttachedMember {
             cid,
             uid,
             service,
             name: request.name().cloned(),
             addr,
             client: Some(key),
-            stage: Stage::Joining(number),
+            stage: MemberStage::Joining(number),
             _file: file,
             _permit: permit,
         };
@@ -316,7 +318,7 @@ impl Server {
         }
         self.members.insert(vm, member);
         if let Some(client) = self.clients.get_mut(&key) {
-            client.state = State::Joining { vm, theirs };
+            client.state = ClientState::Joining { vm, theirs };
         }
         Ok(())
     }
@@ -327,7 +329,7 @@ impl Server {
         let Some(member) = self.members.get_mut(&vm) else {
             return;
         };
-        member.stage = Stage::Active;
+        member.stage = MemberStage::Active;
         let (cid, name, service) = (member.cid, member.name.clone(), member.service);
         let Some((key, client)) = member
             .client
@@ -335,8 +337,8 @@ impl Server {
         else {
             return;
         };
-        let state = std::mem::replace(&mut client.state, State::Attached { vm });
-        let State::Joining { theirs, .. } = state else {
+        let state = std::mem::replace(&mut client.state, ClientState::Attached { vm });
+        let ClientState::Joining { theirs, .. } = state else {
             return;
         };
         let mut answer = granted(cid);
@@ -386,7 +388,7 @@ impl Server {
         };
         member.client = None;
         if !member.stage.is_leaving() {
-            member.stage = Stage::Leaving;
+            member.stage = MemberStage::Leaving;
             self.directory.remove(vm);
             frontends.disconnect(vm, reason);
         }

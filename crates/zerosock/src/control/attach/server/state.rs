@@ -42,9 +42,9 @@ pub(super) const LISTENER: u32 = 0;
 pub(crate) struct Server {
     pub(super) config: AttachConfig,
     pub(super) directory: Arc<Directory>,
-    pub(super) clients: BTreeMap<u32, Client>,
+    pub(super) clients: BTreeMap<u32, AttachedClient>,
     pub(super) last_key: u32,
-    pub(super) members: BTreeMap<usize, Member>,
+    pub(super) members: BTreeMap<usize, AttachedMember>,
     pub(super) by_cid: BTreeMap<Cid, usize>,
     pub(super) by_name: BTreeMap<Name, usize>,
     /// Ports of the host that belong to services, including those being released.
@@ -119,11 +119,11 @@ impl Server {
 }
 
 /// A connection to the attach socket.
-pub(super) struct Client {
+pub(super) struct AttachedClient {
     pub(super) socket: PeerFd,
     pub(super) uid: u32,
     pub(super) pid: i32,
-    pub(super) state: State,
+    pub(super) state: ClientState,
     /// An answer that the socket had no room for. Nothing is read until it is sent.
     pub(super) answer: Option<[u8; ANSWER_LEN]>,
     /// The request of a service that is not answered yet. Nothing is read until it is.
@@ -135,7 +135,7 @@ pub(super) struct Client {
     pub(super) epoll: Arc<OwnedFd>,
 }
 
-impl Drop for Client {
+impl Drop for AttachedClient {
     fn drop(&mut self) {
         // The reaper closes the socket later, perhaps after descriptors that do not close. Without
         // this, epoll would report it until then, and the client would not see the end.
@@ -145,7 +145,7 @@ impl Drop for Client {
 }
 
 /// The state of a client; the time until which it may last.
-pub(super) enum State {
+pub(super) enum ClientState {
     AwaitingRequest {
         until: Instant,
     },
@@ -162,12 +162,14 @@ pub(super) enum State {
     },
 }
 
-impl State {
+impl ClientState {
     /// The deadline of the state.
     pub(super) fn until(&self) -> Option<Instant> {
         match self {
-            State::AwaitingRequest { until } | State::Waiting { until, .. } => Some(*until),
-            State::Joining { .. } | State::Attached { .. } => None,
+            ClientState::AwaitingRequest { until } | ClientState::Waiting { until, .. } => {
+                Some(*until)
+            }
+            ClientState::Joining { .. } | ClientState::Attached { .. } => None,
         }
     }
 }
@@ -207,7 +209,7 @@ impl JoinRequest {
 }
 
 /// A device that was made for a client.
-pub(super) struct Member {
+pub(super) struct AttachedMember {
     pub(super) cid: Cid,
     /// The user of its client.
     pub(super) uid: u32,
@@ -217,7 +219,7 @@ pub(super) struct Member {
     pub(super) addr: DeviceAddr,
     /// The key of its client, as long as that is connected.
     pub(super) client: Option<u32>,
-    pub(super) stage: Stage,
+    pub(super) stage: MemberStage,
     /// The file of its hybrid socket; removed when the workers have removed the member.
     pub(super) _file: Option<SocketFile>,
     /// Holds its share of descriptors.
@@ -226,7 +228,7 @@ pub(super) struct Member {
 
 /// The stage of a member, from its request to its removal.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Stage {
+pub(super) enum MemberStage {
     /// The workers are getting the new routes; the number of the notice.
     Joining(u64),
     Active,
@@ -236,9 +238,9 @@ pub(super) enum Stage {
     Removing(u64),
 }
 
-impl Stage {
+impl MemberStage {
     pub(super) fn is_leaving(self) -> bool {
-        matches!(self, Stage::Leaving | Stage::Removing(_))
+        matches!(self, MemberStage::Leaving | MemberStage::Removing(_))
     }
 }
 

@@ -1,0 +1,21 @@
+//! The tests of the command: one program, which is linked and run once.
+//!
+//! Programs of their own: `isolation`, whose peers block threads on purpose, `net`, which is in network
+//! namespaces, and `relay`, which raises the limit of descriptors of its process.
+
+mod connection_log;
+mod forward;
+mod greedy;
+mod limits;
+mod nc;
+mod nc_seqpacket;
+mod parent_watchdog;
+mod perf;
+mod process;
+mod reload;
+mod scale;
+mod serve;
+mod services;
+mod system_calls;
+mod troubleshooting;
+mod watchdog;

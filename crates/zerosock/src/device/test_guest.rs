@@ -1,0 +1,196 @@
+//! For tests: a device with the test itself as its guest, which uses the driver half of the rings.
+//!
+//! There is no feature negotiation and no kick: the test calls the device.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use rustix::event::{EventfdFlags, eventfd};
+use zerosock_proto::vsock::datagram::DGRAM_EOM;
+use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Packet, Repr, SEQ_EOM, SocketType};
+use zerosock_proto::{Address, Cid, Port};
+use zerosock_ring::{
+    Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig,
+};
+
+use super::Device;
+use zerosock_virtio::ring::Ring;
+
+/// Descriptors of each queue.
+const SIZE: u16 = 1024;
+/// A packet to the device takes two descriptors.
+const PACKETS: u16 = SIZE / 2;
+/// Bytes of each buffer for the guest.
+const BUFFER: u32 = 4096;
+/// Receive window of the guest in bytes.
+const WINDOW: u32 = 16 << 20;
+
+const TX: u64 = 0;
+const RX: u64 = 0x1_0000;
+const HEADERS: u64 = 0x2_0000;
+/// Address of the payload that all packets share.
+const BYTES: u64 = 0x3_0000;
+const BUFFERS: u64 = 0x4_0000;
+const LEN: u64 = BUFFERS + SIZE as u64 * BUFFER as u64;
+
+/// The guest's half of the rings.
+pub(crate) struct Guest {
+    cid: Cid,
+    memory: Arc<Memory>,
+    tx: DriverQueue,
+    rx: DriverQueue,
+    /// Packet slots that the device does not hold.
+    free: Vec<u16>,
+    /// Bytes received and read, by local port.
+    read: BTreeMap<u32, u32>,
+}
+
+fn rings(memory: &Arc<Memory>, at: u64) -> (Ring, DriverQueue) {
+    let layout = DriverLayout::at(at, SIZE);
+    let driver = DriverQueue::new(memory.clone(), layout, false).unwrap();
+    let config = QueueConfig {
+        size: SIZE,
+        desc: layout.desc,
+        avail: layout.avail,
+        used: layout.used,
+        base: 0,
+        event_idx: false,
+        indirect: false,
+    };
+    let queue = DeviceQueue::new(memory.clone(), &config).unwrap();
+    let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap().into();
+    (Ring::new(queue, kick, None, None, true, 1), driver)
+}
+
+/// Starts the queues of a device, with all buffers posted.
+pub(crate) fn start(device: &mut Device) -> Guest {
+    let fd = zerosock_sys::memfd::create("test-guest", LEN, true).unwrap();
+    let region = RegionConfig {
+        guest_addr: 0,
+        user_addr: 0,
+        len: LEN,
+        fd_offset: 0,
+    };
+    let memory = Arc::new(Memory::map(vec![(fd, region)]).unwrap());
+    let (tx_ring, tx) = rings(&memory, TX);
+    let (rx_ring, rx) = rings(&memory, RX);
+    (device.queues.rings.tx, device.queues.rings.rx) = (Some(tx_ring), Some(rx_ring));
+    device.queues.memory = Some(memory.clone());
+    let mut guest = Guest {
+        cid: device.cid,
+        memory,
+        tx,
+        rx,
+        free: (0..PACKETS).collect(),
+        read: BTreeMap::new(),
+    };
+    for at in 0..SIZE {
+        guest.post(at.into());
+    }
+    let _ = guest.rx.publish();
+    guest
+}
+
+impl Guest {
+    fn post(&mut self, at: u64) {
+        let buffer = Buffer {
+            addr: BUFFERS + at * u64::from(BUFFER),
+            len: BUFFER,
+            writable: true,
+        };
+        self.rx.add(&[buffer], at).unwrap();
+    }
+
+    /// Sends a packet from our `port`. Returns false if the queue is full.
+    pub(crate) fn try_send(&mut self, port: u32, to: Address, op: Op, len: u32) -> bool {
+        self.try_send_as(SocketType::Stream, 0, port, to, op, len)
+    }
+
+    /// Sends a whole message from our `port` in one packet.
+    #[track_caller]
+    pub(crate) fn send_message(&mut self, port: u32, to: Address, len: u32) {
+        let sent = self.try_send_as(SocketType::SeqPacket, SEQ_EOM, port, to, Op::Rw, len);
+        assert!(sent, "the queue is full");
+    }
+
+    /// Sends a datagram from our `port`.
+    #[track_caller]
+    pub(crate) fn send_datagram(&mut self, port: u32, to: Address, len: u32) {
+        let sent = self.try_send_as(SocketType::Datagram, DGRAM_EOM, port, to, Op::Rw, len);
+        assert!(sent, "the queue is full");
+    }
+
+    fn try_send_as(
+        &mut self,
+        socket_type: SocketType,
+        flags: u32,
+        port: u32,
+        to: Address,
+        op: Op,
+        len: u32,
+    ) -> bool {
+        self.take_returned();
+        let Some(place) = self.free.pop() else {
+            return false;
+        };
+        let header = Repr {
+            src: Address::new(self.cid, Port::new(port)),
+            dst: to,
+            len,
+            socket_type: socket_type.into(),
+            op: op.into(),
+            flags,
+            buf_alloc: WINDOW,
+            fwd_cnt: *self.read.entry(port).or_default(),
+        };
+        let mut bytes = [0; HEADER_LEN];
+        header.emit(&mut bytes);
+        let addr = HEADERS + 64 * u64::from(place);
+        let mut pieces = Vec::new();
+        let of = (addr, HEADER_LEN as u32);
+        self.memory.translate(of.0, of.1, &mut pieces).unwrap();
+        self.memory.write(&pieces, 0, &bytes);
+        let piece = |addr, len| Buffer {
+            addr,
+            len,
+            writable: false,
+        };
+        let chain = [piece(addr, HEADER_LEN as u32), piece(BYTES, len.max(1))];
+        self.tx.add(&chain, place.into()).unwrap();
+        let _ = self.tx.publish();
+        true
+    }
+
+    /// Takes the packets back that the device has returned. Returns how many there were.
+    pub(crate) fn take_returned(&mut self) -> usize {
+        let before = self.free.len();
+        while let Some(used) = self.tx.poll().unwrap() {
+            self.free.push(used.token as u16);
+        }
+        self.free.len() - before
+    }
+
+    /// As `try_send`; panics if the queue is full.
+    #[track_caller]
+    pub(crate) fn send(&mut self, port: u32, to: Address, op: Op, len: u32) {
+        assert!(self.try_send(port, to, op, len), "the queue is full");
+    }
+
+    /// Reads all received packets and posts their buffers again.
+    pub(crate) fn received(&mut self) -> Vec<Repr> {
+        let mut all = Vec::new();
+        while let Some(used) = self.rx.poll().unwrap() {
+            let addr = BUFFERS + used.token * u64::from(BUFFER);
+            let mut pieces = Vec::new();
+            self.memory.translate(addr, BUFFER, &mut pieces).unwrap();
+            let bytes = self.memory.read_array::<HEADER_LEN>(&pieces, 0).unwrap();
+            let header = Repr::parse(&Packet::new_checked(&bytes[..]).unwrap()).unwrap();
+            let read = self.read.entry(header.dst.port.get()).or_default();
+            *read = read.wrapping_add(header.len);
+            all.push(header);
+            self.post(used.token);
+        }
+        let _ = self.rx.publish();
+        all
+    }
+}

@@ -1,0 +1,190 @@
+//! Test support: a driver and, as its device, the test, which uses the device half of the rings
+//! directly. Nothing is negotiated and no notification is sent.
+
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use zerosock_proto::vsock::QueuePairs;
+use zerosock_proto::vsock::pairs::{rx_queue, tx_queue};
+use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Packet, Repr, SocketType};
+use zerosock_proto::{Address, Cid, Port};
+use zerosock_ring::{Chain, DeviceQueue, Memory, QueueConfig};
+
+use super::link::Link;
+use super::{Driver, DriverConfig, Frontend, StreamId, StreamState};
+use crate::table::backend::Backend;
+
+/// The driver's CID.
+pub(super) const CID: Cid = Cid::new(3);
+/// The peer that connections are made to.
+pub(super) const SERVER: Address = Address::new(Cid::HOST, Port::new(1024));
+
+/// The device's side.
+pub(super) struct TestDevice {
+    pub(super) rx: DeviceQueue,
+    pub(super) tx: DeviceQueue,
+    /// The queues of further pairs, receive and transmit; `rx` and `tx` change places with them.
+    pub(super) others: Vec<(DeviceQueue, DeviceQueue)>,
+    /// Dropping it hangs up.
+    pub(super) socket: Option<UnixStream>,
+    /// Header for packets of the connection made last.
+    pub(super) header: Repr,
+    /// Payload bytes sent on the connection.
+    pub(super) sent: u32,
+    pub(super) their_fwd_cnt: u32,
+}
+
+/// A driver with the configuration changed by `tune`, and its device.
+pub(super) fn pair(tune: impl FnOnce(&mut DriverConfig)) -> (Driver, TestDevice) {
+    pairs(QueuePairs::ONE, tune)
+}
+
+/// As `pair`, with `pairs` queue pairs.
+pub(super) fn pairs(
+    pairs: QueuePairs,
+    tune: impl FnOnce(&mut DriverConfig),
+) -> (Driver, TestDevice) {
+    let mut config = DriverConfig::new("/nowhere");
+    config.control_timeout = Duration::from_millis(10);
+    tune(&mut config);
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let frontend = Frontend::from_stream(ours, config.control_timeout).unwrap();
+    let link = Link {
+        seqpacket: true,
+        frontend,
+        pairs,
+        event_idx: true,
+        datagrams: true,
+        datagram_flow: true,
+        cid: CID,
+    };
+    let size = config.queue_size;
+    let driver = Driver::with_link(config, link, |_, _, _| Ok(())).unwrap();
+    let arena = &driver.store.arena;
+    // A separate mapping, as another process has it.
+    let fd = arena.shared.fd.try_clone().unwrap();
+    let memory = Arc::new(Memory::map(vec![(fd, arena.shared.region)]).unwrap());
+    let queue = |at: usize| {
+        let ring = arena.shared.vring_addr(&arena.rings[at]);
+        let config = QueueConfig {
+            size,
+            desc: ring.desc,
+            avail: ring.avail,
+            used: ring.used,
+            base: 0,
+            event_idx: true,
+            indirect: false,
+        };
+        DeviceQueue::new(memory.clone(), &config).unwrap()
+    };
+    let peer = TestDevice {
+        rx: queue(rx_queue(0).into()),
+        tx: queue(tx_queue(0).into()),
+        others: (1..pairs.get())
+            .map(|pair| (queue(rx_queue(pair).into()), queue(tx_queue(pair).into())))
+            .collect(),
+        socket: Some(theirs),
+        header: Repr {
+            src: SERVER,
+            dst: Address::new(CID, Port::ANY),
+            len: 0,
+            socket_type: SocketType::Stream.into(),
+            op: Op::Rw.into(),
+            flags: 0,
+            buf_alloc: 1 << 20,
+            fwd_cnt: 0,
+        },
+        sent: 0,
+        their_fwd_cnt: 0,
+    };
+    (driver, peer)
+}
+
+/// Opens a connection from the driver to its device.
+pub(super) fn connect(driver: &mut Driver, peer: &mut TestDevice) -> StreamId {
+    let id = Backend::connect(driver, Port::ANY, SERVER, SocketType::Stream).unwrap();
+    Backend::flush(driver);
+    let request = peer.take_op(Op::Request);
+    peer.header.dst = request.src;
+    peer.header.fwd_cnt = 0;
+    (peer.sent, peer.their_fwd_cnt) = (0, 0);
+    peer.send(Op::Response, &[]);
+    assert!(Backend::drive(driver).unwrap());
+    assert_eq!(driver.state(id), Some(StreamState::Connected));
+    id
+}
+
+fn header(queue: &DeviceQueue, chain: &Chain) -> Repr {
+    let bytes = queue
+        .memory()
+        .read_array::<HEADER_LEN>(chain.readable(), 0)
+        .unwrap();
+    Repr::parse(&Packet::new_checked(&bytes[..]).unwrap()).unwrap()
+}
+
+impl TestDevice {
+    /// Uses queue pair `pair` (from 1) from now on; the current one takes its place in `others`.
+    pub(super) fn swap(&mut self, pair: usize) {
+        let other = &mut self.others[pair - 1];
+        std::mem::swap(&mut self.rx, &mut other.0);
+        std::mem::swap(&mut self.tx, &mut other.1);
+    }
+
+    /// The next packet and its payload.
+    pub(super) fn take(&mut self) -> Option<(Repr, Vec<u8>)> {
+        let chain = self.tx.pop().unwrap()?;
+        let header = header(&self.tx, &chain);
+        let mut bytes = vec![0; header.len as usize];
+        let read = self
+            .tx
+            .memory()
+            .read(chain.readable(), HEADER_LEN, &mut bytes);
+        assert_eq!(read, bytes.len());
+        self.tx.complete(chain, 0);
+        self.tx.publish_without_notify();
+        self.their_fwd_cnt = header.fwd_cnt;
+        self.header.fwd_cnt = self.header.fwd_cnt.wrapping_add(header.len);
+        Some((header, bytes))
+    }
+
+    /// The next packet of that kind; others are dropped.
+    pub(super) fn take_op(&mut self, op: Op) -> Repr {
+        loop {
+            let (header, _) = self.take().expect("a packet");
+            if header.op.known() == Some(op) {
+                return header;
+            }
+        }
+    }
+
+    /// Sends a packet of the connection; returns false if the driver has posted no buffer.
+    pub(super) fn try_send(&mut self, op: Op, payload: &[u8]) -> bool {
+        let Some(chain) = self.rx.pop().unwrap() else {
+            return false;
+        };
+        let mut bytes = [0; HEADER_LEN];
+        Repr {
+            op: op.into(),
+            len: payload.len() as u32,
+            ..self.header
+        }
+        .emit(&mut bytes);
+        let memory = self.rx.memory();
+        memory.write(chain.writable(), 0, &bytes);
+        assert_eq!(
+            memory.write(chain.writable(), HEADER_LEN, payload),
+            payload.len()
+        );
+        self.rx.complete(chain, (HEADER_LEN + payload.len()) as u32);
+        self.sent = self.sent.wrapping_add(payload.len() as u32);
+        self.rx.publish_without_notify();
+        true
+    }
+
+    /// Sends a packet of the connection.
+    #[track_caller]
+    pub(super) fn send(&mut self, op: Op, payload: &[u8]) {
+        assert!(self.try_send(op, payload), "no receive buffer is posted");
+    }
+}

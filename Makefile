@@ -5,13 +5,14 @@ TARGET := x86_64-unknown-linux-gnu
 BUILD_DIR := $(or $(CARGO_TARGET_DIR),target)
 STATIC := $(BUILD_DIR)/$(TARGET)/release/zerosock
 
-.PHONY: help demo test bench bench-vm lint static install
+.PHONY: help demo test check bench bench-vm lint static install
 
 help:
 	@echo "make demo     boot a stock Linux guest, stream a file both ways, print a short table"
 	@echo "              (ARGS='--json', ARGS='--file PATH', ...)"
 	@echo "make test     everything: lint, unit, property, loom, Miri, integration and VM tests, examples"
 	@echo "              (ARGS='lint test' runs these stages only)"
+	@echo "make check    what to run before a commit: layers, prose, lint, and the tests without guests and peers"
 	@echo "make bench    zerosock beside its peers: sockets, iceoryx2, vhost-device-vsock, socat, HAProxy, DPDK"
 	@echo "              (ARGS='local', ARGS='device --rounds 9', ...)"
 	@echo "make bench-vm a stock guest under QEMU, side by side with vhost-device-vsock"
@@ -28,6 +29,10 @@ demo:
 test:
 	@scripts/need test
 	@scripts/test $(ARGS)
+
+check:
+	@scripts/need test
+	@scripts/test layers prose lint test
 
 bench:
 	@scripts/need build

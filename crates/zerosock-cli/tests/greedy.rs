@@ -233,8 +233,9 @@ fn a_guest_that_never_reads_costs_bounded_memory() {
     let (mut sent, mut most, mut moved_at) = (0, 0, Instant::now());
     let give_up = Instant::now() + 3 * DEADLINE;
     let mut round = 0u8;
-    // Until nothing is taken for much longer than chains are held in place (20 ms).
-    while moved_at.elapsed() < QUIET {
+    // Until nothing is taken for much longer than chains are held in place (20 ms), and more was taken than is
+    // kept: a daemon on a busy machine may have no time for as long.
+    while moved_at.elapsed() < QUIET || sent <= KEPT {
         let mut moved = 0;
         for &stream in &streams {
             moved += sibling.send(stream, &part).unwrap_or(0);

@@ -15,7 +15,7 @@ use rustix::net::SocketType;
 use zerosock_sys::socket_file::{self, BindError, SocketFileOptions};
 use zerosock_sys::socket_path;
 
-const DEADLINE: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_secs(300);
 
 fn check(result: libc::c_int) -> io::Result<()> {
     match result {

@@ -22,7 +22,7 @@ pub const TTY: &str = "/dev/ttyS0";
 const TUNABLES: &str = "GLIBC_TUNABLES=glibc.cpu.hwcaps=\
     -AVX,-AVX2,-AVX512F,-AVX512VL,-AVX512BW,-AVX_Fast_Unaligned_Load";
 
-const DEADLINE: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_secs(300);
 /// The virtio device id of vsock.
 pub const VSOCK: u32 = 19;
 /// That of network devices.

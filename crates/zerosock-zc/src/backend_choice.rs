@@ -14,19 +14,19 @@
 //!
 //! An open sender cannot change its back-end: event loops wait for its descriptor. So the choice is
 //! made when a sender is opened. On TCP it is the error queue. On UDP the lines of the table meet at 2.5
-//! sends for each time of asking: what counts is how the last sender of the process over UDP was used,
-//! and the first one takes io_uring.
+//! sends per call that reads completions: the choice follows the last sender of the process over UDP, and the
+//! first one takes io_uring.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use crate::sys::SocketKind;
 
-/// Sends for each time of asking for completions from which on the error queue is cheaper on UDP.
+/// Sends per call that reads completions, from which on the error queue is cheaper on UDP.
 const RARE: u64 = 3;
-/// Number of sends of a sender whose use counts.
+/// A sender with fewer sends does not influence the choice.
 const MIN_USE: u64 = 1024;
 
-/// The last sender over UDP was asked for completions rarely.
+/// The last sender over UDP made at least [`RARE`] sends per call that reads completions.
 static ASKED_RARELY: AtomicBool = AtomicBool::new(false);
 
 /// Whether the error queue is the better back-end of a sender that keeps completions.

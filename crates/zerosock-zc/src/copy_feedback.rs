@@ -4,15 +4,18 @@
 //! cannot gather, the kernel copies a send after all. Zero copy then costs both, and pauses.
 //!
 //! # Invariants
-//! A pause ends with one attempt. After a bad report the next pause is twice as long, up to 1 GiB;
-//! after [`GOOD`] good reports it is half as long again, down to 1 MiB.
+//! - The first report after a pause decides whether another pause begins. Until then a caller that asks
+//!   [`most_in_flight`](CopyFeedback::most_in_flight) has one send without a copy; [`Sender`](crate::Sender)
+//!   asks only whether a pause lasts, and makes all sends of that time without a copy.
+//! - After a bad report the next pause is twice as long, up to 1 GiB; after [`GOOD`] sends without a copy its length is
+//!   halved, down to 1 MiB.
 
-/// Consecutive reports of copies after which zero copy pauses.
+/// Consecutive sends that the kernel copied, after which zero copy pauses.
 const MAX_COPIED: u32 = 16;
 /// Bytes that are copied in the shortest pause and in the longest.
 const FIRST_PAUSE: u64 = 1 << 20;
 const LONGEST_PAUSE: u64 = 1 << 30;
-/// Good reports after which the next pause is halved.
+/// Sends without a copy after which the next pause is halved.
 const GOOD: u32 = 64;
 
 /// When the sends of one socket go without a copy, as far as the kernel's reports decide it.
@@ -24,7 +27,7 @@ const GOOD: u32 = 64;
 /// feedback.copied(1 << 20);
 /// // One attempt, which the kernel copies after all.
 /// assert_eq!(feedback.most_in_flight(64), 1);
-/// feedback.reported(true);
+/// feedback.reported(1, true);
 /// assert!(feedback.is_paused());
 /// ```
 #[derive(Debug)]
@@ -32,9 +35,9 @@ pub struct CopyFeedback {
     phase: Phase,
     /// Bytes to copy in the next pause.
     pause: u64,
-    /// Good reports since `pause` changed.
+    /// Sends without a copy since `pause` changed.
     good: u32,
-    /// Consecutive reports of copies.
+    /// Consecutive sends that the kernel copied.
     copied: u32,
 }
 
@@ -95,10 +98,10 @@ impl CopyFeedback {
         }
     }
 
-    /// Handles a report of the kernel, which says whether it copied after all.
-    pub fn reported(&mut self, copied: bool) {
+    /// Handles a report of the kernel about one or more `sends`, which says whether it copied after all.
+    pub fn reported(&mut self, sends: u32, copied: bool) {
         if copied {
-            self.copied += 1;
+            self.copied = self.copied.saturating_add(sends);
             if self.phase == Phase::Probing || self.copied >= MAX_COPIED {
                 self.back_off();
             }
@@ -108,7 +111,7 @@ impl CopyFeedback {
         if self.phase == Phase::Probing {
             self.phase = Phase::InPlace;
         }
-        self.good += 1;
+        self.good = self.good.saturating_add(sends);
         if self.good >= GOOD {
             self.good = 0;
             self.pause = (self.pause / 2).max(FIRST_PAUSE);

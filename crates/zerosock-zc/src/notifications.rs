@@ -10,7 +10,8 @@
 //! [`permit`] zero-copy sends first. After the first send, compare the memory for [`reports`] with
 //! that before: if it has not grown, the kernel has copied and reports neither this send nor a later one
 //! (a BPF program sees the bytes of the socket, for instance). Then [`read`] the error queue at each
-//! EPOLLERR. [`CopyFeedback`] says whether zero copy pays on the socket. No other sender may use MSG_ZEROCOPY on the socket.
+//! EPOLLERR. [`CopyFeedback`] says whether zero copy pays on the socket. No other sender may use MSG_ZEROCOPY
+//! on it.
 
 use std::io;
 use std::os::fd::AsFd;

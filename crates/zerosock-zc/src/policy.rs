@@ -43,7 +43,7 @@ impl Policy {
 
     /// Takes note of a notification, which says whether the kernel copied.
     pub(super) fn notified(&mut self, copied: bool) {
-        self.feedback.reported(copied);
+        self.feedback.reported(1, copied);
     }
 
     /// Disables zero copy for good: the kernel refused it on this socket.

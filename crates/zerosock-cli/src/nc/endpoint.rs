@@ -49,7 +49,8 @@ pub(super) fn parse(text: &str) -> Result<EndpointArg, NcEndpointError> {
         });
     }
     let mut forms = FORMS.split(", ").chain(ATTACHED_FORMS.split(", "));
-    if forms.any(|form| form.split(':').next() == Some(&*kind)) {
+    let written = text.split(':').next();
+    if forms.any(|form| form.split(':').next() == written) {
         return text.parse().map_err(NcEndpointError::Fault);
     }
     // Other netcats have TCP.

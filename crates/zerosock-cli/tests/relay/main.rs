@@ -6,6 +6,7 @@ mod command;
 mod descriptors;
 mod log;
 mod matrix;
+mod names;
 #[path = "../process/mod.rs"]
 mod process;
 mod resources;

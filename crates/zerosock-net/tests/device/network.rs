@@ -23,7 +23,7 @@ use super::driver::Driver;
 use super::frames::{MARK, is_ours};
 
 /// Longer than anything takes on a slow machine.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
 /// Bytes of a header on the packet socket.
 const HOST_HEADER: usize = 10;
 

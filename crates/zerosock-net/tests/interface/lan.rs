@@ -12,7 +12,7 @@ use zerosock_proto::wire::net::Mac;
 use zerosock_sys::account::Limits;
 
 /// Longer than anything takes on a slow machine.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
 
 const LIMITS: Limits = Limits {
     descriptors: 256,

@@ -20,7 +20,7 @@ use zerosock_sys::xdp::{
 };
 
 /// Longer than anything takes on a slow machine.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
 pub(crate) const SIZES: RingSizes = RingSizes {
     receive: 64,
     transmit: 64,

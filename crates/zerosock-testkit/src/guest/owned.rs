@@ -19,7 +19,7 @@ use zerosock_sys::network;
 use super::stream::errno_name;
 use crate::protocol::{Keys, Outcome};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 /// Buffers in flight: for small ones more than one request carries, so that the next request can be
 /// made while the first completes.
 const CAPACITY: u32 = 64;

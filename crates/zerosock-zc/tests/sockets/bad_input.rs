@@ -9,7 +9,7 @@ use zerosock_zc::{Buf, Completion, Outgoing, Pool, Refusal, SendBackend, Sender,
 
 use crate::network::{BACKENDS, SINK, with_sink};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 fn pair(backend: SendBackend) -> (Sender<Buf>, UdpSocket) {
     let receiver = UdpSocket::bind("127.0.0.1:0").expect("loopback");

@@ -8,7 +8,7 @@ use zerosock_zc::{Completion, Copying, Outgoing, SendBackend, Sender, SenderBuil
 
 use crate::network::{BACKENDS, SINK, with_sink};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 const SENDS: u64 = 500;
 
 fn sender(backend: SendBackend) -> Sender<Vec<u8>> {

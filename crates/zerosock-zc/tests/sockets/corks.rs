@@ -7,7 +7,7 @@ use zerosock_zc::{Copying, Outgoing, SendBackend, Sender};
 
 use crate::network::BACKENDS;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A receiver, and a sender to it.
 pub(crate) fn datagrams(backend: SendBackend) -> (Sender<Vec<u8>>, UdpSocket) {

@@ -12,7 +12,7 @@ use zerosock_zc::{Copying, Outgoing, Refusal, Sender};
 use crate::network::{BACKENDS, byte, fill};
 use crate::streams::check;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 const EACH: usize = (1 << 20) + 5;
 const SENDS: usize = 12;
 

@@ -12,7 +12,7 @@ use zerosock_zc::{Buf, Copying, Outgoing, Pool, SendBackend, Sender, SharedSende
 use crate::network::{BACKENDS, fill, slow_down, with_cable};
 use crate::streams::check;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// The kernel ends what a thread submitted when that exits: the first of a chain in part, the
 /// others at all, and posts for those a notification that no result has spoken of, some

@@ -11,7 +11,7 @@ use zerosock_zc::{Copying, Outgoing, Pool, PoolBuf, SendBackend, Sender};
 use crate::alone::{alone, skip};
 use crate::faults::{limit_locked_memory, without_uring};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 #[test]
 fn io_uring_is_tried_again_after_a_refusal() {

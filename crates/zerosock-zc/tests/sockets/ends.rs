@@ -12,7 +12,7 @@ use zerosock_zc::{CloseOutcome, Closed, Copying, KeepReason, Outgoing, SendBacke
 use crate::network::{BACKENDS, fill};
 use crate::streams::check;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 /// Long enough for a loopback to have moved what it can.
 const MOMENT: Duration = Duration::from_millis(50);
 pub(crate) const SENDS: usize = 64;

@@ -12,7 +12,7 @@ use crate::ends::{ALL, SENDS, pair, read_to_reset, with_much};
 use crate::network::BACKENDS;
 use crate::streams::check;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 const MOMENT: Duration = Duration::from_millis(50);
 
 fn runtime() -> tokio::runtime::Runtime {

@@ -15,7 +15,7 @@ use crate::corks::{datagrams, outcomes, push};
 use crate::network::{SINK, fill, with_sink};
 use crate::streams::check;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// On a thread of its own, from which io_uring is forbidden as container runtimes do it.
 pub(crate) fn without_uring<T: Send>(test: impl FnOnce() -> T + Send) -> T {

@@ -10,7 +10,7 @@ use zerosock_zc::{Copying, FileMap, FilePart, Outgoing, SendBackend, Sender};
 use crate::network::{BACKENDS, fill};
 use crate::streams::check;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 const LEN: usize = 3_000_000;
 
 fn file() -> std::fs::File {

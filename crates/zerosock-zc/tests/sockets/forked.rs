@@ -10,7 +10,7 @@ use zerosock_zc::{Copying, Outgoing, SendBackend, Sender, SenderOpenError};
 
 use crate::network::BACKENDS;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 const LEN: usize = 1 << 20;
 /// More than the buffers of both sockets hold.
 const SENDS: usize = 32;

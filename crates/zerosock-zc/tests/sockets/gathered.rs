@@ -13,7 +13,7 @@ use zerosock_zc::{
 use crate::network::{BACKENDS, CABLE, byte, fill, with_cable};
 use crate::streams::check;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// The bytes of the stream from `at` on.
 fn part(at: &mut u64, len: usize) -> Vec<u8> {

@@ -19,7 +19,7 @@ use crate::asleep::spawn_waiter;
 use crate::faults::limit_locked_memory;
 use crate::network::{BACKENDS, SINK, fill, tc, with_sink};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 /// The back-ends with zero-copy sends, which can be short of memory.
 const IN_PLACE: [SendBackend; 2] = [SendBackend::Uring, SendBackend::ErrorQueue];
 /// Less than one piece of [`LARGE`] bytes needs.

@@ -11,7 +11,7 @@ use zerosock_zc::{
 
 use crate::network::with_loopback;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 /// For experiments: an IP protocol (RFC 3692) and an EtherType (IEEE 802).
 const IP_PROTOCOL: u32 = 253;
 const ETHER_TYPE: u16 = 0x88b5;

@@ -8,7 +8,7 @@ use zerosock_zc::{Completion, Copying, Notification, Outgoing, SendBackend, Send
 
 use crate::network::{BACKENDS, SINK, with_sink};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 fn sender(backend: SendBackend) -> Sender<Vec<u8>> {
     let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");

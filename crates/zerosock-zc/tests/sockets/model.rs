@@ -13,7 +13,7 @@ use zerosock_zc::{Completion, Copying, Outgoing, Refusal, SendBackend, Sender};
 
 use crate::network::BACKENDS;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 const SLOTS: u32 = 3;
 /// A length that no datagram can have.
 const TOO_LONG: usize = 65_508;

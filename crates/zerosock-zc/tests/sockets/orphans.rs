@@ -13,7 +13,7 @@ use zerosock_zc::{Copying, Outgoing, SendBackend, Sender};
 
 use crate::network::with_sink;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// Bytes that do something when they are freed.
 struct Owner<F: FnOnce()>(Vec<u8>, Option<F>);

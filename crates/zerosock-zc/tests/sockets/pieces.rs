@@ -12,7 +12,7 @@ use zerosock_zc::{
 
 use crate::network::{BACKENDS, with_loopback};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 /// Longer than the kernel looks at, over IPv4; over IPv6 it begins, and fails then.
 const TOO_LONG: usize = 70_000;
 

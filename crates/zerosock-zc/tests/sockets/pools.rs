@@ -11,7 +11,7 @@ use zerosock_zc::{Copying, Outgoing, Pool, PoolBuf, SendBackend, Sender};
 use crate::network::{CABLE, SINK, fill, with_cable, with_sink};
 use crate::streams::check;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 /// Six more than there is room for.
 const POOLS: usize = 70;
 const ROOM: usize = 64;

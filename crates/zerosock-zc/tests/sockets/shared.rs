@@ -12,7 +12,7 @@ use zerosock_zc::{Completion, Copying, Outgoing, SendBackend, Sender, SharedSend
 use crate::network::{BACKENDS, SINK, fill, with_cable, with_sink};
 use crate::streams::check;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 const THREADS: u32 = 4;
 const EACH: u32 = 500;
 

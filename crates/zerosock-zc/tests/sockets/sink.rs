@@ -10,7 +10,7 @@ use zerosock_zc::{
 
 use crate::network::{BACKENDS, SINK, with_sink};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 fn socket(to: &str) -> UdpSocket {
     let socket = UdpSocket::bind(if to.starts_with('[') {

@@ -7,7 +7,7 @@ use zerosock_zc::{Buf, Copying, Notification, Outgoing, Pool, SendBackend, Sende
 
 use crate::network::{BACKENDS, SINK, with_sink};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 fn sender<B: Stable>(
     backend: SendBackend,

@@ -14,7 +14,7 @@ use crate::alone::skip;
 use crate::network::{BACKENDS, CABLE, fill, slow_down, with_cable};
 use crate::streams::check;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 const LEN: usize = 200_000;
 
 /// `union bpf_attr` as far as it is used here: words of 4 bytes, in the order of bpf.h.

@@ -16,7 +16,7 @@ const LENGTHS: [usize; 14] = [
 ];
 /// How many bytes each stream has at least.
 const VOLUME: u64 = 24 << 20;
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// One read, repeated when it is interrupted: work of an io_uring of this thread can do that.
 pub(crate) fn read(stream: &mut impl Read, bytes: &mut [u8]) -> io::Result<usize> {

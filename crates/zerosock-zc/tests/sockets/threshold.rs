@@ -7,7 +7,7 @@ use zerosock_zc::{Outgoing, SendBackend, Sender, SenderBuilder, SocketKind};
 
 use crate::network::{SINK, with_sink};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// Sends 50 buffers that are too short for the threshold and 50 that are not, and says how many went in place.
 fn sent_in_place(builder: SenderBuilder, threshold: usize) -> u64 {

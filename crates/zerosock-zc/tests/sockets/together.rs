@@ -12,7 +12,7 @@ use zerosock_zc::{Completion, Copying, Notification, Outgoing, SendBackend, Send
 
 use crate::network::{BACKENDS, CABLE, SINK, byte, slow_down, with_cable, with_sink};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 const THREADS: u64 = 6;
 const EACH: u64 = 300;
 const SLOTS: [u64; 3] = [100, 200, 300];

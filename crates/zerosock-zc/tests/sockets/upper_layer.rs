@@ -14,7 +14,7 @@ use zerosock_zc::{Copying, OffReason, Outgoing, SendBackend, Sender, SenderOpenE
 use crate::network::{BACKENDS, fill};
 use crate::streams::check;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 const CHUNK: usize = 1 << 16;
 const CHUNKS: usize = 16;
 

@@ -16,7 +16,7 @@ use zerosock_zc::{Copying, Outgoing, SendBackend, Sender, Sent};
 
 use crate::network::{SINK, with_sink};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 /// The earlier use of a socket: by a sender, or by the application, which may not have read the
 /// error queue.
 const BEFORE: [Option<SendBackend>; 3] = [

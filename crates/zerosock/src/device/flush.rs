@@ -164,7 +164,8 @@ impl Device {
 
     /// Has the poller report room in a socket that is full or to which bytes were `sent`. In a Unix socket
     /// each read of the program makes room: it wakes the worker while the program prepares an answer, and the
-    /// answer waits less. A TCP socket reports room only after it was full.
+    /// answer waits less. Host AF_VSOCK sockets are treated alike. A TCP socket reports room only after it was
+    /// full.
     pub(super) fn watch_room(&mut self, key: u32, sent: bool, cx: &Context<'_>) {
         let token = self.token(BRIDGE, key);
         if let Some(bridge) = self.bridges.get_mut(key)

@@ -202,7 +202,9 @@ impl Device {
         if cx.shared.app.is_none() {
             let tx = self.queues.rings.tx.as_ref();
             let has_posted = || tx.is_some_and(|tx| tx.queue.driver_index() != posted);
-            self.from_guest_budget.turn_ended(self.moved, has_posted);
+            let left = || tx.is_some_and(|tx| tx.queue.has_available());
+            self.from_guest_budget
+                .turn_ended(self.moved, has_posted, left);
         }
         taken == BUDGET || self.moved >= most
     }

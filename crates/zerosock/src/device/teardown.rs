@@ -16,7 +16,7 @@ use super::{Context, Device};
 
 /// Connections that end in one turn, which takes about two milliseconds.
 pub(super) const PART: usize = 256;
-/// Slots of the protocol core that are looked at in one turn.
+/// Flows of the protocol core that are freed in one turn, after their connections.
 const SLOTS: usize = 4096;
 
 impl Device {
@@ -56,7 +56,13 @@ impl Device {
         for key in keys {
             self.forget_connection(key, stopped, cx);
         }
-        if more {
+        let next = &mut self.teardown.next_app;
+        let (flows, more_flows) = self.app.flows.next_part(next, PART);
+        for flow in flows {
+            self.end_app(flow, false, GONE, cx);
+        }
+        let more_associations = self.end_associations("the endpoint has gone", PART, cx);
+        if more || more_flows || more_associations {
             return false;
         }
         let next = &mut self.teardown.next_flow;

@@ -91,7 +91,9 @@ impl Device {
         }
         let rx = self.queues.rings.rx.as_ref();
         let has_posted = || rx.is_some_and(|rx| rx.queue.driver_index() != posted);
-        self.to_guest_budget.turn_ended(self.moved, has_posted);
+        let left = || !self.starved && self.bridges.has_ready();
+        self.to_guest_budget
+            .turn_ended(self.moved, has_posted, left);
         self.renew_share();
         self.transmit_control(cx);
         self.wake_buffer_waiters(cx);

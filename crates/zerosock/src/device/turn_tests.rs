@@ -23,11 +23,13 @@ use super::teardown::PART;
 use super::traffic::TrafficBoard;
 use super::{Shared, Worker};
 use crate::device::host_sockets::hybrid::OkConvention;
-use crate::device::state::turn_budget::MAX_TURN_BYTES;
+use crate::device::state::turn_budget::{MAX_TURN_BYTES, OBSERVED_TURNS};
 use crate::device::test_guest::{self, Guest};
 use crate::device::{HostAccess, Limits, TURN_BYTES};
 use crate::routing::Routes;
 use crate::routing::forward::{ForwardRule, ForwardRules};
+use crate::table::leases::Leases;
+use crate::table::sockets::{Sockets, StreamState};
 use zerosock_vhost_user::{DeviceCommand, DeviceReply, Reply};
 use zerosock_virtio::device::WorkerDevice;
 use zerosock_virtio::mailbox::Mailbox;
@@ -301,7 +303,9 @@ fn turns_of_a_guest_that_waits_for_them_grow_and_other_guests_have_turns() {
     let (small, mut other) = lab.join(1);
     let send = |lab: &mut Harness, len| lab.guests[0].send(bulk, host(bulk), Op::Rw, len);
     let mut turns = Vec::new();
-    for _ in 0..6 {
+    // In each round two turns leave something.
+    const SMALL_ROUNDS: usize = OBSERVED_TURNS as usize / 2;
+    for _ in 0..SMALL_ROUNDS + 3 {
         send(&mut lab, MAX_PAYLOAD as u32);
         send(&mut lab, MAX_PAYLOAD as u32);
         send(&mut lab, MAX_PAYLOAD as u32 / 2);
@@ -314,7 +318,8 @@ fn turns_of_a_guest_that_waits_for_them_grow_and_other_guests_have_turns() {
         lab.settle();
         turns.push(count);
     }
-    assert_eq!(turns, [3, 3, 3, 3, 2, 1]);
+    assert_eq!(turns[..SMALL_ROUNDS], [3; SMALL_ROUNDS]);
+    assert_eq!(turns[SMALL_ROUNDS..], [1; 3]);
     let most = MAX_TURN_BYTES as u64;
     for _ in 0..24 {
         send(&mut lab, MAX_PAYLOAD as u32);
@@ -333,7 +338,7 @@ fn turns_of_a_guest_that_waits_for_them_grow_and_other_guests_have_turns() {
 #[test]
 fn turns_to_a_guest_grow_for_a_connection_that_is_ready_alone() {
     let mut lab = Harness::new(2);
-    let (_, mut bulk) = lab.join(0);
+    let (port, mut bulk) = lab.join(0);
     let (_, mut second) = lab.join(0);
     let (_, mut neighbour) = lab.join(1);
     let bytes_of_turn = |lab: &mut Harness| {
@@ -341,13 +346,14 @@ fn turns_to_a_guest_grow_for_a_connection_that_is_ready_alone() {
         let packets = lab.guests[0].received();
         packets.iter().map(|packet| packet.len as usize).sum()
     };
-    for _ in 0..8 {
+    for _ in 0..OBSERVED_TURNS {
         bulk.write_all(&vec![7; WINDOW]).unwrap();
         let mut left = WINDOW;
         while left > 0 {
             let bytes: usize = bytes_of_turn(&mut lab);
             left -= bytes;
         }
+        lab.guests[0].send(port, host(port), Op::CreditUpdate, 0);
         lab.settle();
     }
     neighbour.write_all(&[1]).unwrap();
@@ -577,6 +583,43 @@ fn connections_that_end_together_per_turn_are_bounded_and_other_guests_have_turn
         let device = lab.worker.devices.get(0).unwrap();
         assert_eq!((device.bridges.len(), device.shard.occupied()), (0, 0));
     }
+}
+
+/// The same for connections of the embedding program.
+#[test]
+fn connections_of_the_program_that_end_together_per_turn_are_bounded() {
+    const COUNT: usize = 1000;
+    let mut lab = Harness::new(1);
+    let now = lab.worker.clock().now();
+    let (device, mut cx) = lab.worker.lend(0, now);
+    let device = device.unwrap();
+    let mut sockets = Sockets::<()>::new(Arc::new(Leases::new(1)), Duration::ZERO, 0);
+    let pool = sockets.add_pool(COUNT as u32);
+    let local = Address::new(Cid::HOST, Port::ANY);
+    let peer = Address::new(device.cid, Port::new(1));
+    for _ in 0..COUNT {
+        let flow = device
+            .shard
+            .connect(now, local, peer, SocketType::Stream)
+            .unwrap();
+        let id = sockets.insert(pool, flow, StreamState::Connecting, local, peer);
+        device.app.flows.insert(flow, id);
+    }
+    let (reply, answer) = Reply::channel();
+    device.command(DeviceCommand::ResetDevice, reply, &mut cx);
+    let connections = |lab: &Harness| lab.worker.devices.get(0).unwrap().app.flows.len();
+    let mut left = connections(&lab);
+    assert!(left >= COUNT - PART);
+    while left > 0 {
+        assert!(answer.try_recv().is_err());
+        lab.turn();
+        let now = connections(&lab);
+        assert!(left - now <= PART, "{}", left - now);
+        left = now;
+    }
+    lab.settle();
+    assert_eq!(answer.try_recv(), Ok(DeviceReply::Done));
+    assert_eq!(lab.worker.devices.get(0).unwrap().shard.occupied(), 0);
 }
 
 fn to_first() -> Address {

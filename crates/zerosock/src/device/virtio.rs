@@ -213,7 +213,7 @@ impl WorkerDevice for Device {
         for flow in self.app.flows.all() {
             self.reset_app(flow, cx);
         }
-        self.end_associations(RESET, cx);
+        self.end_associations(RESET, usize::MAX, cx);
         self.turn(cx);
         // Also what the turn has put off: the next daemon would see these packets again.
         for ring in self.queues.rings.running() {

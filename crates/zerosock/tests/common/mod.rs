@@ -20,7 +20,7 @@ use zerosock::daemon::{Daemon, DaemonConfig, HostSide, Stats, VmConfig};
 use zerosock::driver::{Address, Cid, Driver, DriverConfig, Port};
 
 /// Deadline for everything that a test waits for; only a hang exceeds it.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
 
 /// Default number of queue pairs of devices and drivers.
 pub(crate) fn pairs() -> u16 {

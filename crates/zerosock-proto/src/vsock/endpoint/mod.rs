@@ -11,7 +11,8 @@
 //!
 //! # Files
 //! `receive` handles packets, `commands` and `messages` the calls of the caller, `coalescing` small
-//! packets, `transmit` returns headers, events and timers, `closing` ends connections, `table` and `list` store them.
+//! packets, `transmit` returns headers, events and timers, `closing` ends connections, `table` and `list` store
+//! connections.
 
 mod closing;
 mod coalescing;

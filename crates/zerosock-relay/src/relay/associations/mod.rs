@@ -3,8 +3,8 @@
 //! # Invariants
 //! - A datagram is relayed whole or dropped and counted.
 //! - The number of associations is bounded with that of connections. A further sender takes the place of the
-//!   association on which nothing was relayed for the longest time; each ends at the time-out. Both are as far
-//!   as the datagrams that the kernel moves are counted.
+//!   association on which nothing was relayed for the longest time; each ends at the time-out. For
+//!   datagrams that the kernel moves, the time is when the relay last read their counters.
 //! - A full UDP target loses datagrams, as anywhere on the network. A Unix receiver that is full gets
 //!   those of one batch later; further ones are dropped until then.
 //! - A target with a name that refuses a datagram (ICMP) ends the association, if the name has another address:

@@ -213,7 +213,6 @@ impl Device {
 
     /// Drops all datagram state, also the program's about this guest: the driver has gone.
     pub(super) fn forget_datagrams(&mut self, cx: &mut Context<'_>) {
-        self.end_associations("the endpoint has gone", cx);
         self.datagrams.forget();
         let cid = self.cid;
         if let Some(app) = cx.shared.app.as_deref_mut() {

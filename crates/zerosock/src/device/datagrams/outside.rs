@@ -32,6 +32,7 @@ use crate::device::message_sockets::{Sent, send_bytes, send_slices};
 use crate::device::state::associations::{self, Outside};
 use crate::device::state::forwarded::{Forwarded, Remote};
 use crate::device::state::sibling_message::Dialed;
+use crate::device::teardown::PART;
 use crate::device::virtio::ASSOCIATION;
 use crate::device::{Context, Device, TURN_BYTES};
 use crate::fallible;
@@ -258,20 +259,28 @@ impl Device {
         association.forwarded.finish();
     }
 
-    /// Ends all associations.
+    /// Ends at most `most` associations, and returns whether there are more.
     pub(in crate::device) fn end_associations(
         &mut self,
         reason: &'static str,
+        most: usize,
         cx: &mut Context<'_>,
-    ) {
-        for key in self.datagrams.associations.table.keys() {
+    ) -> bool {
+        let keys = self.datagrams.associations.table.keys();
+        let more = keys.len() > most;
+        for key in keys.into_iter().take(most) {
             self.end_association(key, reason, cx);
         }
+        more
     }
 
-    /// Ends the associations on which no datagram has passed for the idle time of their rules.
+    /// Ends associations on which no datagram has passed for the idle time of their rules: as many as one
+    /// turn may. For those that are left, the device's next timeout has come already.
     pub(super) fn end_idle_associations(&mut self, cx: &mut Context<'_>) {
-        while let Some(key) = self.datagrams.associations.table.pop_idle(cx.now) {
+        for _ in 0..PART {
+            let Some(key) = self.datagrams.associations.table.pop_idle(cx.now) else {
+                return;
+            };
             self.end_association(key, "idle", cx);
         }
     }

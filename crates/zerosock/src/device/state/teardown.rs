@@ -9,6 +9,8 @@ pub(crate) struct Teardown {
     pub(crate) memory_lost: bool,
     /// The bridges with a smaller key have ended.
     pub(crate) next_bridge: u32,
+    /// The program's connections in flows with a smaller index have ended.
+    pub(crate) next_app: usize,
     /// The slots of the protocol core below this one are free.
     pub(crate) next_flow: usize,
 }

@@ -121,19 +121,19 @@ impl ZeroCopySends {
 
     /// Notes a report of the kernel. [`pop`](Self::pop) returns the chains that are free then.
     pub(in crate::device) fn reported(&mut self, range: Completion, now: Instant, limit: Duration) {
-        let (mut known, mut slow) = (false, false);
+        let (mut known, mut slow) = (0, false);
         for (index, sent) in self.sends.iter_mut().enumerate() {
             let number = self.first.wrapping_add(index as u32);
             if number.wrapping_sub(range.lo) < range.count() {
                 sent.reported = true;
-                known = true;
+                known += 1;
                 slow |= sent.since + limit <= now;
             }
         }
         if slow {
             self.feedback.back_off();
-        } else if known {
-            self.feedback.reported(range.copied && !self.always);
+        } else if known > 0 {
+            self.feedback.reported(known, range.copied && !self.always);
         }
         while self.sends.front().is_some_and(|sent| sent.reported) {
             self.sends.pop_front();

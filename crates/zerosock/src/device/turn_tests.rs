@@ -603,6 +603,7 @@ fn connections_of_the_program_that_end_together_per_turn_are_bounded() {
             .connect(now, local, peer, SocketType::Stream)
             .unwrap();
         let id = sockets.insert(pool, flow, StreamState::Connecting, local, peer);
+        device.app.flows.reserve(flow).unwrap();
         device.app.flows.insert(flow, id);
     }
     let (reply, answer) = Reply::channel();

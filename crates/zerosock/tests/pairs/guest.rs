@@ -183,7 +183,14 @@ impl PairsGuest {
 
     fn packet(&mut self, pair: u16, header: &Repr, payload: &[u8]) {
         if header.op == Op::Moved.into() {
-            return self.declined(pair, header);
+            self.declined(pair, header);
+            // As every packet, it has the device's credit, which no other packet may repeat.
+            let credit = Repr {
+                op: Op::CreditUpdate.into(),
+                flags: 0,
+                ..*header
+            };
+            return self.packet(pair, &credit, payload);
         }
         let shard = &mut self.shards[usize::from(pair)];
         match shard.handle_packet(NOW, header) {

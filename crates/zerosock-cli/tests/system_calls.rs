@@ -96,10 +96,11 @@ impl Traced {
             *count -= before.get(name).copied().unwrap_or(0);
         }
         calls.retain(|_, count| *count > 0);
-        // Some are made once in a while, such as a look at the rights of the directory.
+        // Some are made once in a while, such as a look at the rights of the directory, and a read that comes
+        // too early on a busy machine.
         let all: usize = calls.values().sum();
         assert!(
-            all <= most * CONNECTIONS + CONNECTIONS / 4,
+            all <= most * CONNECTIONS + CONNECTIONS / 2,
             "{calls:?}\n{}",
             self.last_calls()
         );

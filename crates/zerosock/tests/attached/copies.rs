@@ -163,8 +163,10 @@ fn many_bytes_both_ways_at_once_are_not_copied() {
             (LEN as u64, 0, 0)
         );
         assert_eq!(stats.received, LEN as u64);
-        // A receiver that the scheduler keeps from its processor holds more than its share.
-        assert_eq!(stats.received_in_place + stats.copied_aside, LEN as u64);
+        // A receiver that the scheduler keeps from its processor holds more than its share, and a lease that
+        // was given out in place can be copied later: its bytes count twice.
+        let received = stats.received_in_place + stats.copied_aside;
+        assert!((LEN..=2 * LEN).contains(&(received as usize)), "{stats:?}");
         assert!(stats.sent_in_place > LEN as u64 / 2, "{stats:?}");
     }
 }

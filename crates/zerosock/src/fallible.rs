@@ -23,6 +23,18 @@ pub(crate) fn zeroed(len: usize) -> Result<Vec<u8>, TryReserveError> {
     Ok(bytes)
 }
 
+/// Extends `list` by copies of `value` to at least `len` elements.
+pub(crate) fn extend_to<T: Clone>(
+    list: &mut Vec<T>,
+    len: usize,
+    value: T,
+) -> Result<(), TryReserveError> {
+    let len = len.max(list.len());
+    list.try_reserve(len - list.len())?;
+    list.resize(len, value);
+    Ok(())
+}
+
 /// From this size on, freeing a buffer returns its pages to the system, which takes 150 us per MiB.
 const LARGE: usize = 1 << 20;
 

@@ -156,7 +156,7 @@ impl Device {
             return;
         };
         bridge.state.apply(BridgeEvent::Connected);
-        bridge.flags.insert(Flags::READABLE.and(Flags::WRITABLE));
+        bridge.flags.insert(Flags::READABLE.union(Flags::WRITABLE));
         if let Some(flow) = bridge.flow {
             let _ = self.shard.accept(cx.now, flow);
             self.log_flow(flow, "connection opened");

@@ -9,6 +9,7 @@ use std::collections::TryReserveError;
 use zerosock_proto::vsock::FlowId;
 
 use super::sockets::StreamId;
+use crate::fallible;
 
 /// A connection.
 #[derive(Clone, Copy, Debug)]
@@ -37,10 +38,7 @@ impl Flows {
 
     /// Makes room for the connection of a flow.
     pub(crate) fn reserve(&mut self, flow: FlowId) -> Result<(), TryReserveError> {
-        let more = (flow.index() + 1).saturating_sub(self.by_index.len());
-        self.by_index.try_reserve(more)?;
-        self.by_index.resize(self.by_index.len() + more, None);
-        Ok(())
+        fallible::extend_to(&mut self.by_index, flow.index() + 1, None)
     }
 
     /// Enters the connection of a flow, for which room was [reserved](Flows::reserve).

@@ -16,6 +16,7 @@ use zerosock_ring::{Chain, Memory};
 use super::bridge::{Bridge, BridgePeer, Inbound, InboundQueue};
 use super::flags::Flags;
 use crate::device::outbound::{HeldChain, OutboundQueue, QueuePool};
+use crate::fallible;
 
 /// The slab is freed when it is empty and its capacity exceeds this number.
 const KEPT: usize = 1024;
@@ -99,10 +100,7 @@ impl Bridges {
 
     /// Makes room for the key of a flow's bridge.
     pub(crate) fn reserve(&mut self, flow: FlowId) -> Result<(), TryReserveError> {
-        let more = (flow.index() + 1).saturating_sub(self.by_flow.len());
-        self.by_flow.try_reserve(more)?;
-        self.by_flow.resize(self.by_flow.len() + more, u32::MAX);
-        Ok(())
+        fallible::extend_to(&mut self.by_flow, flow.index() + 1, u32::MAX)
     }
 
     /// Adds a bridge, for whose flow room was [reserved](Bridges::reserve). Returns its key, which is also

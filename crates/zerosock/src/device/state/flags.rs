@@ -27,11 +27,11 @@ impl Flags {
     /// On the list of dirty bridges. Only the list changes it.
     pub(super) const IN_DIRTY: Flags = Flags(1 << 9);
 
-    /// Both reasons to wait, which the event ends.
-    pub(crate) const WAITS: Flags = Flags::NO_CREDIT.and(Flags::FEW_BYTES);
+    /// The reasons to wait that a `Writable` event ends.
+    pub(crate) const WAITS: Flags = Flags::NO_CREDIT.union(Flags::FEW_BYTES);
 
     /// The flags of both sets.
-    pub(crate) const fn and(self, other: Flags) -> Flags {
+    pub(crate) const fn union(self, other: Flags) -> Flags {
         Flags(self.0 | other.0)
     }
 
@@ -45,7 +45,7 @@ impl Flags {
     #[inline]
     pub(crate) fn insert(&mut self, flags: Flags) -> bool {
         let before = *self;
-        *self = self.and(flags);
+        *self = self.union(flags);
         *self != before
     }
 

@@ -43,7 +43,10 @@ impl Flows {
 
     /// Enters the connection of a flow, for which room was [reserved](Flows::reserve).
     pub(crate) fn insert(&mut self, flow: FlowId, id: StreamId) {
-        debug_assert!(flow.index() < self.by_index.len());
+        // A removal since then may have freed the map.
+        if self.by_index.len() <= flow.index() {
+            self.by_index.resize(flow.index() + 1, None);
+        }
         if let Some(place) = self.by_index.get_mut(flow.index()) {
             let loans = 0;
             self.len += usize::from(place.replace(Entry { flow, id, loans }).is_none());

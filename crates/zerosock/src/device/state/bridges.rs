@@ -107,10 +107,12 @@ impl Bridges {
     /// recorded for the flow.
     pub(crate) fn insert(&mut self, bridge: Bridge) -> u32 {
         let key = self.all.vacant_key() as u32;
-        let index = bridge.flow.map(FlowId::index);
-        debug_assert!(index.is_none_or(|index| index < self.by_flow.len()));
-        if let Some(place) = index.and_then(|index| self.by_flow.get_mut(index)) {
-            *place = key;
+        if let Some(index) = bridge.flow.map(FlowId::index) {
+            // A removal since then may have freed the map.
+            if self.by_flow.len() <= index {
+                self.by_flow.resize(index + 1, u32::MAX);
+            }
+            self.by_flow[index] = key;
         }
         self.all.insert(bridge);
         key

@@ -153,7 +153,13 @@ mod tests {
         }
         assert_eq!((found.len(), flows.len()), (2 * KEPT + 1, 2 * KEPT + 1));
         assert_eq!(flows.all(), found);
+        // The place that is reserved for the last one goes with the map.
+        let last = found.pop().unwrap();
+        let id = flows.remove(last).unwrap();
+        flows.reserve(last).unwrap();
         assert!(found.iter().all(|&flow| flows.remove(flow).is_some()));
         assert_eq!((flows.len(), flows.by_index.capacity()), (0, 0));
+        flows.insert(last, id);
+        assert_eq!(flows.get(last), Some(id));
     }
 }

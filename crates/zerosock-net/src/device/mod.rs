@@ -443,14 +443,23 @@ impl<B: Backend> WorkerDevice for Device<B> {
     }
 
     fn command(&mut self, command: DeviceCommand, reply: Reply, cx: &mut Context<'_, Self>) {
+        if let DeviceCommand::EnableQueue { index, enabled } = command
+            && let Some(Some(ring)) = self.queues.rings.slot(index)
+            && !self.is_gone
+        {
+            // Before the answer: the back-end drops what it queues for a pair that it detaches later.
+            ring.enabled = enabled;
+            self.update_active();
+        }
         command::command(self, command, reply, cx);
     }
 
     fn turn(&mut self, cx: &mut Context<'_, Self>) -> bool {
         let mut more = false;
         if !self.is_gone {
-            self.update_active();
             more |= self.run_control();
+            // Before the answers to control commands are published, for the same reason as in `command`.
+            self.update_active();
             more |= self.move_frames(cx.now);
             self.poll_room(cx);
         }

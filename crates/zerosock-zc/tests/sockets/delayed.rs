@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::net::sockopt::{set_socket_recv_buffer_size_force, set_socket_send_buffer_size};
 use zerosock_zc::{Buf, Copying, Outgoing, Pool, SendBackend, Sender, SharedSender};
 
-use crate::network::{BACKENDS, fill, slow_down, with_cable};
+use crate::network::{BACKENDS, accept, fill, slow_down, with_cable};
 use crate::streams::check;
 
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -60,7 +60,7 @@ fn a_late_notification_returns_no_buffer() {
             let listener = TcpListener::bind("10.8.0.2:0").expect("an address");
             let address = listener.local_addr().expect("an address");
             told.send(address).expect("the near end");
-            check(listener.accept().expect("a stream").0)
+            check(accept(&listener))
         };
         let ends = with_cable("a_late_notification_returns_no_buffer", near, far);
         if let Some((sent, arrived)) = ends {

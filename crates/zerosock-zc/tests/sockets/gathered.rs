@@ -10,7 +10,7 @@ use zerosock_zc::{
     Completion, Copying, Outgoing, Pool, PoolBuf, Returned, SendBackend, Sender, Sent,
 };
 
-use crate::network::{BACKENDS, CABLE, byte, fill, with_cable};
+use crate::network::{BACKENDS, CABLE, accept, byte, fill, with_cable};
 use crate::streams::check;
 
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -48,7 +48,7 @@ fn over_cable(
             set_socket_recv_buffer_size(&listener, 1 << 17).expect("a socket");
             told.send(listener.local_addr().expect("an address"))
                 .expect("the near end");
-            far(listener.accept().expect("a stream").0)
+            far(accept(&listener))
         },
     );
     if let Some((sent, received)) = lengths {

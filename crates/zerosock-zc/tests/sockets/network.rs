@@ -1,13 +1,18 @@
 //! Networks of a test: a sink that reads pages without a copy, and a cable between two namespaces.
 //! Where a namespace cannot be created the test prints that it was skipped.
 
+use std::net::{TcpListener, TcpStream};
 use std::process::Command;
 use std::sync::mpsc;
 use std::thread;
+use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use zerosock_zc::SendBackend;
 
 use crate::alone::skip;
+
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// All of them: what works with one works with each.
 pub(crate) const BACKENDS: [SendBackend; 3] = [
@@ -108,7 +113,7 @@ pub(crate) fn with_cable<N: Send, F: Send>(
                 let path = format!("/proc/{}/task/{thread}/ns/net", std::process::id());
                 here.send(path).expect("the near end");
                 is_ready.recv().expect("the cable");
-                end("far0", "2");
+                end("far0", ["2", "1"]);
                 up.send(()).expect("the near end");
                 far()
             })
@@ -117,7 +122,7 @@ pub(crate) fn with_cable<N: Send, F: Send>(
             let peer = peer.recv().ok()?;
             ip("link add near0 type veth peer name far0");
             ip(&format!("link set far0 netns {peer}"));
-            end("near0", "1");
+            end("near0", ["1", "2"]);
             ready.send(()).expect("the far end");
             is_up.recv().ok()?;
             Some(near())
@@ -130,10 +135,29 @@ pub(crate) fn with_cable<N: Send, F: Send>(
     })
 }
 
-fn end(device: &str, number: &str) {
+/// Configures an end of the cable: its number and that of the other end. The addresses of the other end are known:
+/// on a busy machine the kernel can give up asking for them (3 s) before the answer comes.
+fn end(device: &str, [number, other]: [&str; 2]) {
+    ip(&format!(
+        "link set {device} address 02:00:00:00:00:0{number}"
+    ));
     ip(&format!("addr add 10.8.0.{number}/24 dev {device}"));
     ip(&format!("addr add fd08::{number}/64 dev {device} nodad"));
     ip(&format!("link set {device} mtu 9000 up"));
+    for address in [format!("10.8.0.{other}"), format!("fd08::{other}")] {
+        ip(&format!(
+            "neigh add {address} lladdr 02:00:00:00:00:0{other} dev {device} nud permanent"
+        ));
+    }
+}
+
+/// Accepts a connection of the other end, which may have failed.
+pub(crate) fn accept(listener: &TcpListener) -> TcpStream {
+    let patience = Timespec::try_from(PATIENCE).expect("it fits");
+    let mut polled = [PollFd::new(listener, PollFlags::IN)];
+    let ready = poll(&mut polled, Some(&patience)).expect("a listener");
+    assert_eq!(ready, 1, "nothing connects");
+    listener.accept().expect("a stream").0
 }
 
 /// The `index`th byte of a stream in which positions are distinguishable.

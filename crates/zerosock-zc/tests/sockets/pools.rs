@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use zerosock_zc::{Copying, Outgoing, Pool, PoolBuf, SendBackend, Sender};
 
-use crate::network::{CABLE, SINK, fill, with_cable, with_sink};
+use crate::network::{CABLE, SINK, accept, fill, with_cable, with_sink};
 use crate::streams::check;
 
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -147,7 +147,7 @@ fn blocks_of_many_pools_arrive() {
                 let listener = TcpListener::bind(far).expect("an address");
                 let address = listener.local_addr().expect("an address");
                 told.send(address).expect("the near end");
-                check(listener.accept().expect("a stream").0)
+                check(accept(&listener))
             },
         );
         let Some((sent, received)) = ends else { return };

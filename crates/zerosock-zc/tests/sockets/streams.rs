@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use zerosock_zc::{Buf, Copying, Outgoing, Pool, SendBackend, Sender};
 
-use crate::network::{BACKENDS, CABLE, byte, fill, slow_down, with_cable};
+use crate::network::{BACKENDS, CABLE, accept, byte, fill, slow_down, with_cable};
 
 /// Lengths of every size class, and what lies beside their bounds.
 const LENGTHS: [usize; 14] = [
@@ -127,7 +127,7 @@ fn stream_arrives(name: &str, backend: SendBackend, wish: impl Fn(u64) -> Copyin
                 let listener = TcpListener::bind(far).expect("an address");
                 told.send(listener.local_addr().expect("an address"))
                     .expect("the near end");
-                check(listener.accept().expect("a stream").0)
+                check(accept(&listener))
             },
         );
         let Some((sent, received)) = ends else { return };

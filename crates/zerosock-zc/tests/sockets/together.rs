@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use zerosock_zc::{Completion, Copying, Notification, Outgoing, SendBackend, Sender, SharedSender};
 
-use crate::network::{BACKENDS, CABLE, SINK, byte, slow_down, with_cable, with_sink};
+use crate::network::{BACKENDS, CABLE, SINK, accept, byte, slow_down, with_cable, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(300);
 const THREADS: u64 = 6;
@@ -239,7 +239,7 @@ fn threads_get_every_stream_report_once_by_mixed_calls() {
                 let listener = TcpListener::bind(CABLE[0][1]).expect("an address");
                 let address = listener.local_addr().expect("an address");
                 told.send(address).expect("the near end");
-                read_messages(listener.accept().expect("a stream").0, LONGEST);
+                read_messages(accept(&listener), LONGEST);
             },
         );
     }

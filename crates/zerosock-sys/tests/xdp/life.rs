@@ -178,7 +178,7 @@ fn frames_wait_while_the_interface_is_down() {
 #[test]
 fn program_is_detached_with_its_interface() {
     isolated("program_is_detached_with_its_interface", || {
-        let first = XdpInterface::open(&name("near"), InterfaceOptions::default()).unwrap();
+        let first = open_near(InterfaceOptions::default()).unwrap();
         assert_eq!(first.attached(), AttachMode::Driver);
         let error = XdpInterface::open(&name("near"), InterfaceOptions::default());
         assert!(matches!(error, Err(XdpError::Attached)), "{error:?}");

@@ -18,6 +18,9 @@ pub struct Request {
     pub command: Command,
 }
 
+/// The agent reports when it has read so many bytes.
+pub const READ_REPORT: usize = 1024;
+
 /// Messages of the agent.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum FromGuest {
@@ -25,6 +28,11 @@ pub enum FromGuest {
     Hello {
         /// `uname -r`.
         release: String,
+    },
+    /// The agent has read so many more bytes of commands: at least [`READ_REPORT`].
+    Read {
+        /// Bytes since the last report.
+        bytes: usize,
     },
     /// A command is done.
     Reply {

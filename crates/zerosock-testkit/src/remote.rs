@@ -12,7 +12,11 @@ use std::time::{Duration, Instant};
 use zerosock_cli::vm::qemu::{self, Control};
 
 use super::guest;
-use super::protocol::{Command, FromGuest, Outcome, Request, Socket};
+use super::protocol::{Command, FromGuest, Outcome, READ_REPORT, Request, Socket};
+
+/// Most bytes of commands that the guest's serial line may hold. User-mode Linux stops reading its line for good
+/// when its terminal's buffer of 4096 bytes is nearly full.
+const MAX_UNREAD: usize = 3072;
 
 /// A guest under QEMU that runs the agent.
 pub type Guest = qemu::Guest<Remote>;
@@ -45,6 +49,7 @@ struct Shared {
     next: AtomicU64,
     state: Mutex<State>,
     booted: Condvar,
+    read: Condvar,
 }
 
 #[derive(Default)]
@@ -53,6 +58,8 @@ struct State {
     boots: u32,
     release: String,
     gone: bool,
+    /// Bytes written that the agent has not reported as read.
+    unread: usize,
     waiting: HashMap<u64, Sender<Result<Outcome, String>>>,
 }
 
@@ -70,6 +77,7 @@ impl Remote {
             next: AtomicU64::new(1),
             state: Mutex::default(),
             booted: Condvar::new(),
+            read: Condvar::new(),
         }));
         let shared = remote.0.clone();
         thread::spawn(move || shared.read(reader));
@@ -107,15 +115,20 @@ impl Remote {
         let what = format!("{command:?}");
         let id = self.0.next.fetch_add(1, Ordering::Relaxed);
         let (sender, answer) = channel();
-        let mut state = self.0.state();
-        if !state.gone {
-            state.waiting.insert(id, sender);
-        }
-        drop(state);
         let request = Request { id, command };
         let mut line = serde_json::to_vec(&request).unwrap_or_default();
         line.push(b'\n');
         let mut writer = self.0.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_full = |state: &mut State| {
+            !state.gone && state.unread >= READ_REPORT && state.unread + line.len() > MAX_UNREAD
+        };
+        let waited = self.0.read.wait_while(self.0.state(), is_full);
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner);
+        state.unread += line.len();
+        if !state.gone {
+            state.waiting.insert(id, sender);
+        }
+        drop(state);
         if writer
             .write_all(&line)
             .and_then(|()| writer.flush())
@@ -199,9 +212,16 @@ impl Shared {
                     let mut state = self.state();
                     state.boots += 1;
                     state.release = release;
+                    state.unread = 0;
                     // Commands that were pending before the reboot get no reply.
                     state.waiting.clear();
                     self.booted.notify_all();
+                    self.read.notify_all();
+                }
+                Ok(FromGuest::Read { bytes }) => {
+                    let mut state = self.state();
+                    state.unread = state.unread.saturating_sub(bytes);
+                    self.read.notify_all();
                 }
                 Ok(FromGuest::Reply { id, outcome }) => {
                     if let Some(sender) = self.state().waiting.remove(&id) {
@@ -217,5 +237,6 @@ impl Shared {
         state.gone = true;
         state.waiting.clear();
         self.booted.notify_all();
+        self.read.notify_all();
     }
 }

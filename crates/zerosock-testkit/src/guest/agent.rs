@@ -21,7 +21,7 @@ use super::owned;
 use super::stream::{self, elapsed, errno_name};
 use crate::calls::Call;
 use crate::protocol::{
-    Command, FromGuest, Outcome, Request, ShutdownDirection, Socket, SocketOption,
+    Command, FromGuest, Outcome, READ_REPORT, Request, ShutdownDirection, Socket, SocketOption,
 };
 
 /// Longer than the kernel's own 2 s, so that the error comes from the kernel.
@@ -60,8 +60,15 @@ pub(super) fn run(tty: &Path) -> io::Result<()> {
     // The newline ends any partial line of firmware and kernel.
     locked(&agent.line).write_all(b"\n")?;
     agent.say(&FromGuest::Hello { release });
+    let mut read = 0;
     for text in reader.lines() {
-        let Ok(Request { id, command }) = serde_json::from_str(&text?) else {
+        let text = text?;
+        read += text.len() + "\n".len();
+        if read >= READ_REPORT {
+            agent.say(&FromGuest::Read { bytes: read });
+            read = 0;
+        }
+        let Ok(Request { id, command }) = serde_json::from_str(&text) else {
             continue;
         };
         let agent = agent.clone();

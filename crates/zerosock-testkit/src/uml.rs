@@ -130,6 +130,11 @@ impl Guest {
         })
     }
 
+    /// Kills it, as a power failure would.
+    pub fn kill(&mut self) {
+        self.process.kill();
+    }
+
     /// Whether it still runs.
     pub fn is_running(&mut self) -> bool {
         self.process.try_wait().is_none()

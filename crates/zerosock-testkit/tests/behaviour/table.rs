@@ -58,6 +58,13 @@ fn claimed(row: Row, pair: &Pair, pairs: u16) -> Option<bool> {
     }
 }
 
+/// Whether a guest with this kernel shows the behaviour in this role, `client` or `server`, with no guest at the other end.
+pub(crate) fn shown_by_guest(name: &str, kernel: &str, role: &str) -> bool {
+    let row = rows().find(|row| row.name == name);
+    let mut cells = row.iter().flat_map(|row| row.guests);
+    cells.any(|(of, cell)| of == kernel && claims(cell, role))
+}
+
 /// Panics unless the table agrees with the outcome.
 pub(super) fn check(name: &str, pair: &Pair, pairs: u16, shown: bool) {
     let row = rows().find(|row| row.name == name);

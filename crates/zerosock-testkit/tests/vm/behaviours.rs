@@ -10,8 +10,9 @@ use zerosock_testkit::protocol::Command;
 
 use crate::InLab;
 use crate::behaviour::library::Library;
-use crate::behaviour::{ALL, Behaviour, Pair, Side, Skip, Started, Verdict, With, pairs};
-use crate::lab::{Lab, STEP, Skipped, Vm};
+use crate::behaviour::table::shown_by_guest;
+use crate::behaviour::{ALL, Behaviour, Pair, Side, Skip, Started, Verdict, With};
+use crate::lab::{Lab, QUEUE_PAIRS, STEP, Skipped, Vm};
 
 /// The sockets of a guest's kernel as a side.
 struct Guest<'a> {
@@ -33,38 +34,38 @@ impl Side for Guest<'_> {
     }
 }
 
-/// Tests a behaviour in a lab.
-type Setting = fn(&Lab, &Behaviour) -> Verdict;
+/// Tests a behaviour in a lab. The process, or the program that embeds the device, has so many queue pairs.
+type Setting = fn(&Lab, &Behaviour, u16) -> Verdict;
 
 /// Name of a setting, whether client and server are guests, and its constructor.
 const SETTINGS: &[(&str, [bool; 2], Setting)] = &[
-    ("guest_to_process", [true, false], |lab, one| {
+    ("guest_to_process", [true, false], |lab, one, pairs| {
         one.show(&Pair {
             client: &guest(lab, &lab.a),
-            server: &process(lab),
+            server: &process(lab, pairs),
         })
     }),
-    ("process_to_guest", [false, true], |lab, one| {
+    ("process_to_guest", [false, true], |lab, one, pairs| {
         one.show(&Pair {
-            client: &process(lab),
+            client: &process(lab, pairs),
             server: &guest(lab, &lab.a),
         })
     }),
-    ("guest_to_guest", [true, true], |lab, one| {
+    ("guest_to_guest", [true, true], |lab, one, _| {
         one.show(&Pair {
             client: &guest(lab, &lab.a),
             server: &guest(lab, &lab.b),
         })
     }),
-    ("guest_to_host", [true, false], |lab, one| {
-        let embedded = lab.embedded();
+    ("guest_to_host", [true, false], |lab, one, pairs| {
+        let embedded = lab.embedded(pairs);
         one.show(&Pair {
             client: &guest(lab, &embedded.guest),
             server: &embedded.host,
         })
     }),
-    ("host_to_guest", [false, true], |lab, one| {
-        let embedded = lab.embedded();
+    ("host_to_guest", [false, true], |lab, one, pairs| {
+        let embedded = lab.embedded(pairs);
         one.show(&Pair {
             client: &embedded.host,
             server: &guest(lab, &embedded.guest),
@@ -72,19 +73,62 @@ const SETTINGS: &[(&str, [bool; 2], Setting)] = &[
     }),
 ];
 
-/// All behaviours in all settings.
+/// Behaviours of clients that need a fix of Linux 6.1.190: a connect after a failed one does not get the earlier
+/// error. Debian's package of user-mode Linux has an older kernel.
+const NEED_6_1_190: &[&str] = &[
+    "retry_after_a_failed_connect",
+    "connections_of_another_kind_are_refused",
+];
+
+fn needs_6_1_190(behaviour: &Behaviour, [client, _]: [bool; 2]) -> bool {
+    client && NEED_6_1_190.contains(&behaviour.name)
+}
+
+/// All behaviours in all settings, with one queue pair.
 pub(crate) fn all() -> impl Iterator<Item = (String, InLab)> {
-    SETTINGS.iter().flat_map(|(setting, guests, show)| {
+    in_settings("", 1, |_, _| true)
+}
+
+/// Those of [`all`] that user-mode Linux 6.1 can show, or the others.
+pub(crate) fn by_user_mode(can: bool) -> impl Iterator<Item = (String, InLab)> {
+    in_settings("", 1, move |one, guests| needs_6_1_190(one, guests) != can)
+}
+
+/// The settings with one guest, once more with several queue pairs at the other end. A stock guest has one, so
+/// one kernel is enough for each behaviour: user-mode Linux 6.1 for those that it shows, `by_user_mode`, and
+/// another one for the others.
+pub(crate) fn with_queue_pairs(by_user_mode: bool) -> impl Iterator<Item = (String, InLab)> {
+    let wanted = move |one: &Behaviour, guests: [bool; 2]| {
+        let role = match guests {
+            [true, false] => "client",
+            [false, true] => "server",
+            _ => return false,
+        };
+        let can = shown_by_guest(one.name, "6.1", role) && !needs_6_1_190(one, guests);
+        can == by_user_mode
+    };
+    in_settings("_with_three_queue_pairs", QUEUE_PAIRS, wanted)
+}
+
+fn in_settings(
+    suffix: &'static str,
+    pairs: u16,
+    wanted: impl Fn(&Behaviour, [bool; 2]) -> bool + Copy + 'static,
+) -> impl Iterator<Item = (String, InLab)> {
+    SETTINGS.iter().flat_map(move |(setting, guests, show)| {
         let [client, server] = *guests;
         let possible = move |behaviour: &&Behaviour| match behaviour.with {
+            _ if !wanted(behaviour, *guests) => false,
             With::Any => true,
             With::KernelClient => client,
             With::KernelServer => server,
         };
         ALL.iter().filter(possible).map(move |behaviour| {
-            let run = |lab: &Lab| show(lab, behaviour).map_err(|Skip(reason)| Skipped(reason));
+            let run = move |lab: &Lab| {
+                show(lab, behaviour, pairs).map_err(|Skip(reason)| Skipped(reason))
+            };
             let run: InLab = Arc::new(run);
-            (format!("{setting}::{}", behaviour.name), run)
+            (format!("{setting}{suffix}::{}", behaviour.name), run)
         })
     })
 }
@@ -98,10 +142,10 @@ fn guest<'a>(lab: &Lab, vm: &'a Vm) -> Guest<'a> {
 
 /// A process attached at a guest's place at the device. The earlier occupant may still be
 /// disconnecting.
-fn process(lab: &Lab) -> Library {
+fn process(lab: &Lab, pairs: u16) -> Library {
     let give_up = Instant::now() + STEP;
     loop {
-        let builder = Endpoint::builder().queue_pairs(pairs());
+        let builder = Endpoint::builder().queue_pairs(pairs);
         match builder.attach_device(&lab.process.vhost) {
             Ok(endpoint) => return Library::new(endpoint),
             Err(error) => assert!(Instant::now() < give_up, "{error}"),

@@ -16,9 +16,6 @@ use crate::lab::zerosock;
 /// The argument before the name of the group that a process tests.
 pub(crate) const GROUP: &str = "--group";
 
-/// The group that runs with three queue pairs (`ZEROSOCK_TEST_PAIRS`).
-pub(crate) const WITH_PAIRS: &str = "linux_6.12_with_three_queue_pairs::";
-
 /// Groups that are tested at once, unless `ZEROSOCK_TEST_JOBS` has another number.
 const AT_ONCE: usize = 2;
 
@@ -45,11 +42,6 @@ impl Results {
         self.kvm_failure = accel::kvm_failure();
         println!("{}", serde_json::to_string(&self).expect("JSON"));
     }
-}
-
-/// Whether these groups cannot be tested in this process, where the output can be seen at once.
-pub(crate) fn need_processes(groups: &[String]) -> bool {
-    groups.len() > 1 || groups.iter().any(|group| group == WITH_PAIRS)
 }
 
 /// Tests groups, in this order. Prints the output of each in one piece when it ends.
@@ -91,9 +83,6 @@ fn run_one(group: &str, arguments: &[String], has_kvm: bool) -> (String, Results
     // A guest that does not start under KVM takes seconds to show it.
     if !has_kvm && std::env::var_os("ZEROSOCK_ACCEL").is_none() {
         command.env("ZEROSOCK_ACCEL", "tcg");
-    }
-    if group == WITH_PAIRS {
-        command.env("ZEROSOCK_TEST_PAIRS", "3");
     }
     command.stdin(Stdio::null());
     command.stdout(writer.try_clone().expect("a descriptor"));

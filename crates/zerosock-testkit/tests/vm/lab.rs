@@ -14,6 +14,7 @@ use zerosock::Cid;
 use zerosock::vsock::Host;
 use zerosock_cli::vm::accel::Choice;
 use zerosock_cli::vm::cache::Cache;
+use zerosock_cli::vm::children::Log;
 use zerosock_cli::vm::hybrid;
 use zerosock_cli::vm::initramfs::Builder;
 use zerosock_cli::vm::kernel::Kernel;
@@ -22,10 +23,11 @@ use zerosock_cli::vm::qemu;
 use zerosock_testkit::device::{Device, Endpoint, Program};
 use zerosock_testkit::packages::{add_program, add_socat};
 use zerosock_testkit::protocol::{Command, Outcome, Socket, Source};
-use zerosock_testkit::remote::{Guest, Pending, Remote, agent};
+use zerosock_testkit::remote::{self, Pending, Remote, agent};
+use zerosock_testkit::uml;
 
 use crate::behaviour::library::Library;
-use crate::behaviour::pairs;
+use crate::kernels;
 use crate::scenarios::guide::Network;
 
 /// Timeout of each step; generous, because the guest may be emulated on a busy machine.
@@ -49,6 +51,16 @@ const EXTRA_MODULES: &[&str] = &[
 #[derive(Debug)]
 pub(crate) struct Skipped(pub(crate) String);
 
+/// Most queue pairs of a device. A stock guest uses one.
+pub(crate) const QUEUE_PAIRS: u16 = 3;
+
+/// What runs the guests of a lab, and the release of their kernel.
+#[derive(Copy, Clone)]
+pub(crate) enum Platform {
+    Qemu(&'static str),
+    UserMode(&'static str),
+}
+
 /// A device with guests `a` and `b`. Guest `b` may be rebooted and killed.
 pub(crate) struct Lab {
     pub(crate) a: Vm,
@@ -59,9 +71,9 @@ pub(crate) struct Lab {
     pub(crate) attach: PathBuf,
     pub(crate) device: Mutex<Device>,
     pub(crate) release: String,
-    kernel: Kernel,
-    initramfs: PathBuf,
-    embedded: OnceLock<Embedded>,
+    image: Image,
+    /// With one queue pair, and with [`QUEUE_PAIRS`].
+    embedded: [OnceLock<Embedded>; 2],
     /// Why the guests have no QEMU guest agent.
     pub(crate) qemu_ga: Option<String>,
     /// Why the guests have no socat.
@@ -75,7 +87,7 @@ pub(crate) struct Lab {
 pub(crate) struct Embedded {
     pub(crate) guest: Vm,
     pub(crate) host: Library,
-    /// Ends the thread that started QEMU.
+    /// Ends the thread that started the guest.
     _keep: Sender<()>,
     _dir: TempDir,
 }
@@ -85,6 +97,26 @@ pub(crate) struct Vm {
     pub(crate) endpoint: Endpoint,
     dir: PathBuf,
     guest: Mutex<Guest>,
+}
+
+/// What guests boot.
+#[derive(Clone)]
+struct Image {
+    platform: Platform,
+    kernel: Kernel,
+    initramfs: PathBuf,
+}
+
+/// A guest that has been started.
+enum Booting<'i> {
+    Qemu(qemu::Booting<'i>),
+    UserMode(uml::Guest),
+}
+
+/// A running guest.
+pub(crate) enum Guest {
+    Qemu(remote::Guest),
+    UserMode(uml::Guest),
 }
 
 static NEXT_PORT: AtomicU32 = AtomicU32::new(2000);
@@ -146,18 +178,15 @@ pub(crate) fn short_dir() -> TempDir {
 
 impl Lab {
     /// Boots both guests. Returns [`Skipped`] for what the machine lacks; panics on failures.
-    pub(crate) fn start(package: &str) -> Result<Lab, Skipped> {
+    pub(crate) fn start(platform: Platform) -> Result<Lab, Skipped> {
         let cache = cache();
-        if qemu::version().is_none() {
-            return Err(Skipped(qemu::BootError::NoQemu.to_string()));
-        }
-        let kernel = Kernel::debian(&cache, package).map_err(|error| Skipped(error.to_string()))?;
+        let kernel = platform.kernel()?;
         let dir = short_dir();
         let mut builder = Builder::new(
             &cache,
             &kernel,
             &guest_program(),
-            &agent(qemu::TTY),
+            &agent(platform.tty()),
             EXTRA_MODULES,
         )
         .expect("an initramfs");
@@ -165,6 +194,11 @@ impl Lab {
         let socat = add_socat(&cache, &mut builder).err();
         let initramfs = dir.path().join("initramfs");
         std::fs::write(&initramfs, builder.finish()).expect("the initramfs written");
+        let image = Image {
+            platform,
+            kernel,
+            initramfs,
+        };
 
         let mut endpoints = [3, 4, 5].map(|cid| Endpoint::new(dir.path(), cid));
         let attach = dir.path().join("attach");
@@ -174,7 +208,7 @@ impl Lab {
             program.arguments.push("--attach-socket".into());
             program.arguments.push(attach.clone().into());
             program.arguments.push("--queue-pairs".into());
-            program.arguments.push(pairs().to_string().into());
+            program.arguments.push(QUEUE_PAIRS.to_string().into());
             endpoints = endpoints.map(Endpoint::with_messages);
             let network = network.insert(Network::new());
             program.arguments.extend(network.rules());
@@ -185,22 +219,17 @@ impl Lab {
         for dir in &dirs {
             std::fs::create_dir(dir).expect("a directory");
         }
-        let first = qemu::start(config(&kernel, &initramfs, a, &dirs[0], false)).expect("QEMU");
-        let second = qemu::start(config(&kernel, &initramfs, b, &dirs[1], true)).expect("QEMU");
-        let guests = [
-            first.wait().expect("a guest"),
-            second.wait().expect("a guest"),
-        ];
-        let [first, second] = guests;
+        let first = image.start(a, &dirs[0], false);
+        let second = image.start(b, &dirs[1], true);
+        let [first, second] = [first.wait(), second.wait()];
+        let release = first.release().to_owned();
         println!(
-            "booted Linux {} twice under {}{}",
-            first.release,
-            first.accel,
+            "booted Linux {release} twice under {}{}",
+            first.accel(),
             zerosock_cli::vm::accel::kvm_failure()
                 .map(|reason| format!(" (kvm: {reason})"))
                 .unwrap_or_default()
         );
-        let release = first.release.clone();
         let [dir_a, dir_b] = dirs;
         let [a, b, process] = endpoints;
         Ok(Lab {
@@ -218,9 +247,8 @@ impl Lab {
             attach,
             device: Mutex::new(device),
             release,
-            kernel,
-            initramfs,
-            embedded: OnceLock::new(),
+            image,
+            embedded: Default::default(),
             qemu_ga,
             socat,
             network,
@@ -228,34 +256,30 @@ impl Lab {
         })
     }
 
-    /// The device in this process; its guest boots on first use.
-    pub(crate) fn embedded(&self) -> &Embedded {
-        self.embedded.get_or_init(|| {
+    /// The device in this process, with one queue pair or [`QUEUE_PAIRS`]; its guest boots on first use.
+    pub(crate) fn embedded(&self, pairs: u16) -> &Embedded {
+        self.embedded[usize::from(pairs != 1)].get_or_init(|| {
             let dir = short_dir();
             let endpoint = Endpoint::new(dir.path(), 6);
             let cid = Cid::new(endpoint.cid);
-            let host = Host::builder()
-                .queue_pairs(pairs())
-                .vm(cid, &endpoint.vhost);
+            let mut host = Host::builder().queue_pairs(pairs).vm(cid, &endpoint.vhost);
+            if matches!(self.image.platform, Platform::UserMode(_)) {
+                // It does not seal its memory.
+                host = host.allow_unsealed_memory();
+            }
             let host = Library::new(host.start().expect("a host"));
-            let vm = (
-                self.kernel.clone(),
-                self.initramfs.clone(),
-                endpoint.clone(),
-            );
+            let vm = (self.image.clone(), endpoint.clone());
             let (boot, booted) = channel();
             let (keep, keeps) = channel();
-            // QEMU ends with the thread that starts it, and the threads of scenarios are
+            // The guest ends with the thread that starts it, and the threads of scenarios are
             // short-lived.
             thread::spawn(move || {
-                let (kernel, initramfs, endpoint) = vm;
+                let (image, endpoint) = vm;
                 let dir = endpoint.vhost.parent().expect("a directory");
-                let config = config(&kernel, &initramfs, &endpoint, dir, false);
-                let _ = boot.send(Guest::boot(config));
+                let _ = boot.send(image.start(&endpoint, dir, false).wait());
                 let _ = keeps.recv();
             });
-            let guest = booted.recv().expect("an end of booting");
-            let guest = Mutex::new(guest.expect("a guest of the host"));
+            let guest = Mutex::new(booted.recv().expect("a guest of the host"));
             Embedded {
                 guest: Vm {
                     endpoint,
@@ -271,14 +295,8 @@ impl Lab {
 
     /// Boots guest `b` again after it was killed.
     pub(crate) fn boot_b(&self) {
-        let config = config(
-            &self.kernel,
-            &self.initramfs,
-            &self.b.endpoint,
-            &self.b.dir,
-            true,
-        );
-        let guest = Guest::boot(config).expect("guest b again");
+        let Vm { endpoint, dir, .. } = &self.b;
+        let guest = self.image.start(endpoint, dir, true).wait();
         *self.b.guest.lock().unwrap_or_else(PoisonError::into_inner) = guest;
     }
 
@@ -289,24 +307,25 @@ impl Lab {
             vhost: vhost.to_owned(),
             ..Endpoint::new(dir.path(), 6)
         };
-        let config = config(&self.kernel, &self.initramfs, &endpoint, dir.path(), false);
-        (Guest::boot(config).expect("a third guest"), dir)
+        (self.image.start(&endpoint, dir.path(), false).wait(), dir)
     }
 
     /// Prints the last output of device and guests.
     pub(crate) fn report(&self) {
         let device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
         print!("  the device's last words:\n{}", device.log.tail(20));
-        let embedded = self.embedded.get().map(|it| ("of the host", &it.guest));
+        let embedded = self.embedded.iter().filter_map(OnceLock::get);
+        let embedded = embedded.map(|it| ("of the host", &it.guest));
         for (name, vm) in [("a", &self.a), ("b", &self.b)].into_iter().chain(embedded) {
             let guest = vm.guest.lock().unwrap_or_else(PoisonError::into_inner);
-            print!("  guest {name}'s last words:\n{}", guest.console.tail(10));
+            print!("  guest {name}'s last words:\n{}", guest.console().tail(10));
         }
     }
 
     /// Ends everything, also while a scenario hangs.
     pub(crate) fn stop(&self) {
-        let embedded = self.embedded.get().map(|it| &it.guest);
+        let embedded = self.embedded.iter().filter_map(OnceLock::get);
+        let embedded = embedded.map(|it| &it.guest);
         for vm in [&self.a, &self.b].into_iter().chain(embedded) {
             vm.kill();
         }
@@ -317,23 +336,96 @@ impl Lab {
     }
 }
 
-fn config<'c>(
-    kernel: &'c Kernel,
-    initramfs: &'c Path,
-    endpoint: &'c Endpoint,
-    dir: &'c Path,
-    reboots: bool,
-) -> qemu::Config<'c> {
-    qemu::Config {
-        kernel,
-        initramfs,
-        cpus: 2,
-        machine: qemu::device(512, qemu::VSOCK, &endpoint.vhost),
-        dir,
-        reboots,
-        accel: accel(),
-        zerosock: zerosock(),
-        echo: echo("guest"),
+impl Platform {
+    fn kernel(self) -> Result<Kernel, Skipped> {
+        let (release, kernel) = match self {
+            Platform::Qemu(release) => (release, kernels::debian(release)?),
+            Platform::UserMode(release) => (release, kernels::user_mode()?),
+        };
+        kernels::of_release(release, kernel)
+    }
+
+    /// The serial line of the agent.
+    fn tty(self) -> &'static str {
+        match self {
+            Platform::Qemu(_) => qemu::TTY,
+            Platform::UserMode(_) => uml::TTY,
+        }
+    }
+}
+
+impl Image {
+    /// `reboots`: whether a reboot does not end the guest.
+    fn start<'i>(&'i self, endpoint: &'i Endpoint, dir: &'i Path, reboots: bool) -> Booting<'i> {
+        let (kernel, initramfs) = (&self.kernel, &self.initramfs);
+        match self.platform {
+            Platform::Qemu(_) => {
+                let config = qemu::Config {
+                    kernel,
+                    initramfs,
+                    cpus: 2,
+                    machine: qemu::device(512, qemu::VSOCK, &endpoint.vhost),
+                    dir,
+                    reboots,
+                    accel: accel(),
+                    zerosock: zerosock(),
+                    echo: echo("guest"),
+                };
+                Booting::Qemu(qemu::start(config).expect("QEMU"))
+            }
+            Platform::UserMode(_) => {
+                let device = uml::device(&endpoint.vhost, uml::VSOCK);
+                let guest = uml::Guest::boot(kernel, initramfs, &device, zerosock(), echo("guest"));
+                Booting::UserMode(guest.expect("a guest"))
+            }
+        }
+    }
+}
+
+impl Booting<'_> {
+    fn wait(self) -> Guest {
+        match self {
+            Booting::Qemu(booting) => Guest::Qemu(booting.wait().expect("a guest")),
+            Booting::UserMode(guest) => Guest::UserMode(guest),
+        }
+    }
+}
+
+impl Guest {
+    pub(crate) fn remote(&self) -> &Remote {
+        match self {
+            Guest::Qemu(guest) => &guest.remote,
+            Guest::UserMode(guest) => &guest.remote,
+        }
+    }
+
+    fn console(&self) -> &Log {
+        match self {
+            Guest::Qemu(guest) => &guest.console,
+            Guest::UserMode(guest) => &guest.console,
+        }
+    }
+
+    fn release(&self) -> &str {
+        match self {
+            Guest::Qemu(guest) => &guest.release,
+            Guest::UserMode(guest) => &guest.release,
+        }
+    }
+
+    /// What runs it.
+    fn accel(&self) -> String {
+        match self {
+            Guest::Qemu(guest) => guest.accel.to_string(),
+            Guest::UserMode(_) => "user-mode Linux".to_owned(),
+        }
+    }
+
+    fn kill(&mut self) {
+        match self {
+            Guest::Qemu(guest) => guest.kill(),
+            Guest::UserMode(guest) => guest.kill(),
+        }
     }
 }
 
@@ -351,14 +443,11 @@ fn add_qemu_ga(cache: &Cache, builder: &mut Builder) -> Result<(), String> {
 
 impl Vm {
     pub(crate) fn remote(&self) -> Remote {
-        self.guest
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remote
-            .clone()
+        let guest = self.guest.lock().unwrap_or_else(PoisonError::into_inner);
+        guest.remote().clone()
     }
 
-    /// Ends QEMU as a power failure would.
+    /// Ends the guest as a power failure would.
     pub(crate) fn kill(&self) {
         self.guest
             .lock()

@@ -9,7 +9,6 @@
 //! - `ZEROSOCK_GUEST`: the program taken into the guest (a release build is much faster),
 //! - `ZEROSOCK_ACCEL`: `kvm` or `tcg`, instead of trying,
 //! - `ZEROSOCK_TEST_JOBS`: groups at once, instead of 2,
-//! - `ZEROSOCK_TEST_PAIRS`: queue pairs of the device, of processes and of the embedding host,
 //! - `ZEROSOCK_ECHO=1`: shows what device and guests print.
 
 #[path = "../behaviour/mod.rs"]
@@ -17,6 +16,7 @@ mod behaviour;
 mod behaviours;
 mod entropy;
 mod jobs;
+mod kernels;
 mod lab;
 mod net;
 mod net_interface;
@@ -33,7 +33,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use jobs::Results;
-use lab::{Lab, Skipped};
+use lab::{Lab, Platform, Skipped};
 
 /// Longer than any scenario takes on a slow machine; a longer one hangs.
 const DEADLINE: Duration = Duration::from_secs(300);
@@ -47,11 +47,6 @@ type InLab = Arc<dyn Fn(&Lab) -> Result<(), Skipped> + Send + Sync>;
 /// A scenario that boots its own guest.
 type Alone = fn() -> Result<(), Skipped>;
 
-const KERNELS: &[(&str, &str)] = &[
-    ("6.1", "linux-image-cloud-amd64"),
-    ("6.12", "linux-image-6.12-cloud-amd64"),
-];
-
 /// Tests with guests of their own, by group. Those that take longest come first.
 const ALONE: &[(&str, &[(&str, Alone)])] = &[
     ("net_migration", net_migration::ALL),
@@ -64,40 +59,44 @@ const ALONE: &[(&str, &[(&str, Alone)])] = &[
 
 /// The tests of a lab.
 struct LabTests {
-    group: String,
-    label: &'static str,
-    package: &'static str,
+    /// Prefix of their names.
+    group: &'static str,
+    platform: Platform,
     tests: Vec<(String, InLab)>,
 }
 
-/// All tests of each kernel, those that end guests last; and for one kernel once more the behaviours of guests
-/// towards processes and the embedding host, which have three queue pairs then.
-fn labs() -> impl Iterator<Item = LabTests> {
-    let of_kernels = KERNELS.iter().map(|(label, package)| {
-        let scenarios = scenarios::ALL.iter().map(|(name, run)| in_lab(name, *run));
-        let tests = behaviours::all().chain(scenarios);
-        LabTests::new(format!("linux_{label}::"), label, package, tests)
-    });
-    let with_pairs = KERNELS.last().map(|(label, package)| {
-        let tests = behaviours::all().filter(|(name, _)| !name.starts_with("guest_to_guest"));
-        LabTests::new(jobs::WITH_PAIRS.to_owned(), label, package, tests)
-    });
-    of_kernels.chain(with_pairs)
+/// The tests of each kernel, those that end guests last. The group that takes longest comes first. Guests with
+/// Linux 6.1 are user-mode Linux, which emulates no processor, where that can show the same.
+fn labs() -> [LabTests; 3] {
+    let new = behaviours::all()
+        .chain(behaviours::with_queue_pairs(false))
+        .chain(scenarios::ALL.iter().map(in_lab));
+    let old = behaviours::by_user_mode(false).chain(scenarios::by_user_mode(false).map(in_lab));
+    let user_mode = behaviours::by_user_mode(true)
+        .chain(behaviours::with_queue_pairs(true))
+        .chain(scenarios::by_user_mode(true).map(in_lab));
+    [
+        LabTests::new("linux_6.12::", Platform::Qemu("6.12"), new),
+        LabTests::new("linux_6.1::", Platform::Qemu("6.1"), old),
+        LabTests::new(
+            "linux_6.1_user_mode::",
+            Platform::UserMode("6.1"),
+            user_mode,
+        ),
+    ]
 }
 
 impl LabTests {
     fn new(
-        group: String,
-        label: &'static str,
-        package: &'static str,
+        group: &'static str,
+        platform: Platform,
         tests: impl Iterator<Item = (String, InLab)>,
     ) -> LabTests {
-        let named = tests.map(|(name, run)| (format!("{group}{name}"), run));
+        let tests = tests.map(|(name, run)| (format!("{group}{name}"), run));
         LabTests {
-            tests: named.collect(),
             group,
-            label,
-            package,
+            platform,
+            tests: tests.collect(),
         }
     }
 }
@@ -130,7 +129,7 @@ fn main() -> ExitCode {
         let in_group = |group: &String| name == group || is_lab(group) && name.starts_with(group);
         any && group.is_none_or(in_group)
     };
-    let mut labs: Vec<_> = labs().collect();
+    let mut labs = Vec::from(labs());
     labs.iter_mut()
         .for_each(|lab| lab.tests.retain(|(name, _)| chosen(name)));
     labs.retain(|lab| !lab.tests.is_empty());
@@ -143,10 +142,11 @@ fn main() -> ExitCode {
     }
 
     let start = Instant::now();
-    let groups = labs.iter().map(|lab| lab.group.clone());
+    let groups = labs.iter().map(|lab| lab.group.to_owned());
     let groups = groups.chain(alone.iter().map(|(name, _)| name.clone()));
     let groups: Vec<_> = groups.collect();
-    let results = if group.is_none() && jobs::need_processes(&groups) {
+    // The output of a single group can be seen at once.
+    let results = if group.is_none() && groups.len() > 1 {
         jobs::run(groups, &arguments)
     } else {
         let mut results = Results::default();
@@ -177,30 +177,21 @@ fn main() -> ExitCode {
     code
 }
 
-/// Skips if the package has another release, as on other versions of Debian.
-fn of_release(label: &str, lab: Lab) -> Result<Lab, Skipped> {
-    if lab.release.starts_with(&format!("{label}.")) {
-        return Ok(lab);
-    }
-    let release = &lab.release;
-    Err(Skipped(format!("the package has Linux {release} here")))
-}
-
-fn in_lab(name: &str, run: Scenario) -> (String, InLab) {
+fn in_lab((name, run): &(&'static str, Scenario)) -> (String, InLab) {
+    let run = *run;
     let run = move |lab: &Lab| {
         run(lab);
         Ok(())
     };
-    (name.to_owned(), Arc::new(run))
+    ((*name).to_owned(), Arc::new(run))
 }
 
 fn run_in_lab(of_lab: &LabTests, results: &mut Results) {
-    let LabTests { label, package, .. } = of_lab;
     let mut lab: Option<Arc<Lab>> = None;
     for (name, run) in &of_lab.tests {
         let ready = match &lab {
             Some(lab) => lab.clone(),
-            None => match Lab::start(package).and_then(|lab| of_release(label, lab)) {
+            None => match Lab::start(of_lab.platform) {
                 Ok(new) => lab.insert(Arc::new(new)).clone(),
                 Err(Skipped(reason)) => {
                     println!("SKIPPED {name}: {reason}");

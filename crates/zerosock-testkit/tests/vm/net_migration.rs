@@ -28,7 +28,7 @@ use zerosock_testkit::remote::{Remote, agent};
 
 use crate::lab::{STEP, Skipped, cache, echo, guest_program, short_dir, zerosock};
 use crate::net::lab::{Daemon, ip, isolate, needs_ethtool, run, try_run};
-use crate::{Alone, KERNELS};
+use crate::{Alone, kernels};
 
 /// All of them.
 pub(crate) const ALL: &[(&str, Alone)] = &[
@@ -97,12 +97,7 @@ struct BridgedNamespace {
 
 impl BridgedNamespace {
     fn new(release: &str) -> Result<BridgedNamespace, Skipped> {
-        if qemu::version().is_none() {
-            return Err(Skipped(qemu::BootError::NoQemu.to_string()));
-        }
-        let (_, package) = KERNELS.iter().find(|it| it.0 == release).expect("a kernel");
-        let kernel = Kernel::debian(&cache(), package);
-        let kernel = kernel.map_err(|error| Skipped(error.to_string()))?;
+        let kernel = kernels::debian(release)?;
         isolate()?;
         // An address of its own, because that of its ports changes.
         let bridge = format!("link add {BRIDGE} address 52:54:00:00:00:01 type bridge");

@@ -18,6 +18,21 @@ mod zero_copy;
 
 use crate::Scenario;
 
+/// Scenarios with Linux 6.1 that need QEMU, or a kernel that is newer than that of Debian's user-mode Linux, whose
+/// loopback vsock closes a connection only after 30 s.
+const NEED_QEMU: &[&str] = &[
+    "qemu_guest_agent",
+    "forward_to_kernel_vsock",
+    "reboot",
+    "front_end_killed",
+];
+
+/// All scenarios that user-mode Linux 6.1 can run, or the others.
+pub(crate) fn by_user_mode(can: bool) -> impl Iterator<Item = &'static (&'static str, Scenario)> {
+    ALL.iter()
+        .filter(move |(name, _)| NEED_QEMU.contains(name) != can)
+}
+
 /// All scenarios in order: those that end guests come last.
 pub(crate) const ALL: &[(&str, Scenario)] = &[
     ("to_host", bulk::to_host),

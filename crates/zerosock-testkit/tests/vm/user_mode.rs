@@ -23,6 +23,7 @@ use zerosock_testkit::remote::agent;
 use zerosock_testkit::uml::{self, Guest};
 
 use crate::Alone;
+use crate::kernels;
 use crate::lab::{
     STEP, Skipped, cache, deadlines, device_program, echo, expected, guest_program, port,
     read_exact, short_dir, write, zerosock,
@@ -45,8 +46,7 @@ struct Bench {
 
 impl Bench {
     fn new() -> Result<Bench, Skipped> {
-        let kernel = Kernel::user_mode()
-            .ok_or_else(|| Skipped("install the package user-mode-linux".to_owned()))?;
+        let kernel = kernels::user_mode()?;
         let dir = short_dir();
         let initramfs = dir.path().join("initramfs");
         let image = Builder::new(&cache(), &kernel, &guest_program(), &agent(uml::TTY), &[])

@@ -11,7 +11,7 @@ use zerosock_testkit::protocol::Command;
 use zerosock_testkit::remote::{self, Pending, Remote, agent};
 use zerosock_testkit::uml;
 
-use crate::KERNELS;
+use crate::kernels;
 use crate::lab::{STEP, Skipped, accel, cache, echo, guest_program, short_dir, zerosock};
 
 /// Modules besides those of every guest.
@@ -42,23 +42,12 @@ pub(crate) struct Image {
 impl Image {
     /// User-mode Linux.
     pub(crate) fn user_mode() -> Result<Image, Skipped> {
-        let kernel = Kernel::user_mode();
-        let kernel = kernel.ok_or_else(|| Skipped("install the package user-mode-linux".into()))?;
-        Ok(Image::new(kernel, uml::TTY))
+        Ok(Image::new(kernels::user_mode()?, uml::TTY))
     }
 
-    /// Debian's kernel of a release in [`KERNELS`], for QEMU.
+    /// Debian's kernel of a release, for QEMU.
     pub(crate) fn debian(release: &str) -> Result<Image, Skipped> {
-        if qemu::version().is_none() {
-            return Err(Skipped(qemu::BootError::NoQemu.to_string()));
-        }
-        let (_, package) = KERNELS.iter().find(|it| it.0 == release).expect("a kernel");
-        let kernel = Kernel::debian(&cache(), package);
-        let kernel = kernel.map_err(|error| Skipped(error.to_string()))?;
-        if !kernel.release.starts_with(&format!("{release}.")) {
-            let reason = format!("the package has Linux {} here", kernel.release);
-            return Err(Skipped(reason));
-        }
+        let kernel = kernels::of_release(release, kernels::debian(release)?)?;
         Ok(Image::new(kernel, qemu::TTY))
     }
 

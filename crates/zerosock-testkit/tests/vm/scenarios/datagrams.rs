@@ -164,8 +164,8 @@ pub(crate) fn of_the_embedding_program(lab: &Lab) {
     });
     let stopping = Stopping(&over);
     let (guest, _dir) = lab.boot_at(&path);
-    has_no_datagrams(&guest.remote);
-    let to = Address::new(cid, echo(&guest.remote));
+    has_no_datagrams(guest.remote());
+    let to = Address::new(cid, echo(guest.remote()));
     let socket = Datagram::bind(&*host, Port::ANY).expect("a socket");
     let stream = host.connect(to).expect("a stream to the guest");
     beside(&stream, || {

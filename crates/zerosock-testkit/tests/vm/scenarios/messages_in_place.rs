@@ -69,19 +69,19 @@ pub(crate) fn with_the_embedding_program(lab: &Lab) {
     let port = port();
     let listener = host.listen_seqpacket(Port::new(port), 4).expect("a port");
     let kind = Kind::SeqPacket;
-    let socket = call(&guest.remote, Call::Socket { kind }).socket;
+    let socket = call(guest.remote(), Call::Socket { kind }).socket;
     let socket = socket.expect("a socket");
     let cid = 2;
     let connecting = Command::Call(Call::Connect { socket, cid, port });
-    let connecting = guest.remote.start(connecting);
+    let connecting = guest.remote().start(connecting);
     let (ours, peer) = listener.accept_timeout(STEP).expect("the guest");
     assert_eq!(peer.cid, Cid::new(6));
     assert_eq!(connecting.wait(STEP).expect("connected").errno, None);
     ours.set_read_timeout(Some(STEP)).unwrap();
     ours.set_write_timeout(Some(STEP)).unwrap();
-    from_the_guest(&guest.remote, socket, &ours);
+    from_the_guest(guest.remote(), socket, &ours);
     let before = host.stats();
-    to_the_guest(&guest.remote, socket, &ours);
+    to_the_guest(guest.remote(), socket, &ours);
     let after = host.stats();
     let total: usize = LENS.iter().sum();
     assert_eq!(after.sent - before.sent, total as u64);
@@ -95,7 +95,7 @@ pub(crate) fn with_the_embedding_program(lab: &Lab) {
     let mut loan = ours.loan(30_000).expect("a loan");
     loan.write_all(&[1; 30_000]).unwrap();
     let close = Command::Close { socket };
-    guest.remote.run(close, STEP).expect("closed");
+    guest.remote().run(close, STEP).expect("closed");
     assert!(matches!(ours.recv(&mut []), Ok(None)), "its end");
     assert!(loan.send().is_err());
     drop(ours);
@@ -104,21 +104,21 @@ pub(crate) fn with_the_embedding_program(lab: &Lab) {
         cid: None,
         port: Some(port),
     };
-    let listening = call(&guest.remote, Call::Socket { kind })
+    let listening = call(guest.remote(), Call::Socket { kind })
         .socket
         .expect("one");
-    call(&guest.remote, bind(listening));
+    call(guest.remote(), bind(listening));
     let (socket, backlog) = (listening, 4);
-    call(&guest.remote, Call::Listen { socket, backlog });
+    call(guest.remote(), Call::Listen { socket, backlog });
     let there = Address::new(Cid::new(6), Port::new(port));
     let ours = host.connect_seqpacket(there).expect("the guest listens");
     let timeout_ms = STEP.as_millis() as u32;
     let socket = listening;
-    let accepted = call(&guest.remote, Call::Accept { socket, timeout_ms });
+    let accepted = call(guest.remote(), Call::Accept { socket, timeout_ms });
     let socket = accepted.socket.expect("a connection");
     ours.set_read_timeout(Some(STEP)).unwrap();
     ours.set_write_timeout(Some(STEP)).unwrap();
-    to_the_guest(&guest.remote, socket, &ours);
+    to_the_guest(guest.remote(), socket, &ours);
     drop((ours, stopping));
     going.join().expect("the host went on to the end");
 }

@@ -113,7 +113,7 @@ pub(crate) fn from_own_guest(lab: &Lab) {
     here.wait_for("Peer credit");
     let (guest, _dir) = lab.boot_at(&socket);
     let server = there(&format!("-s -m {MEGABYTES}"));
-    let serving = guest.remote.start(server);
+    let serving = guest.remote().start(server);
     let (well, said) = here.finish();
     assert!(well && said.contains(RECEIVED), "{said}");
     assert!(
@@ -132,7 +132,7 @@ pub(crate) fn to_own_guest(lab: &Lab) {
     let mut here = Here::start(&server, ["--vm-socket"], &socket);
     here.wait_for("TX buffer");
     let (guest, _dir) = lab.boot_at(&socket);
-    let done = guest.remote.run(there("-c 2 --verify"), STEP);
+    let done = guest.remote().run(there("-c 2 --verify"), STEP);
     let done = done.expect("received");
     let said = done.text.unwrap_or_default();
     assert!(done.bytes == 0 && said.contains(RECEIVED), "{said}");

@@ -7,9 +7,9 @@
 //! - A ratio above 1 always means that zerosock is better.
 //!
 //! The program is also the measured device and each worker process: the first argument can be
-//! [`WORKER`], [`guest::NAME`], [`instructions::NAME`] or a subcommand of `zerosock`. Under the name
-//! [`relay::COMMAND`], or as a file [`net::COMMAND_FILE`], it is the whole command `zerosock`: a subcommand can have the name of a
-//! table.
+//! [`WORKER`], [`guest::NAME`], [`instructions::NAME`] or a subcommand of `zerosock`. If its file has the name
+//! [`COMMAND`] or [`net::COMMAND_FILE`], it is the whole command `zerosock` besides: a subcommand can have the name
+//! of a table. In guests, also those of tests, it is `/bin/zerosock`.
 #![deny(unsafe_code)]
 
 mod args;
@@ -42,7 +42,8 @@ use bench::Bench;
 use binary::WORKER;
 use placement::Placement;
 use report::{Comparison, Table};
-use tables::{net, relay};
+use tables::net;
+use tables::relay::{self, COMMAND};
 
 /// The subcommands of `zerosock` that measurements start.
 const PRODUCT: [&str; 2] = ["serve", "parent-watchdog"];
@@ -50,21 +51,21 @@ const PRODUCT: [&str; 2] = ["serve", "parent-watchdog"];
 fn main() -> ExitCode {
     let name = std::env::args_os().next().unwrap_or_default();
     let file = Path::new(&name).file_name();
-    if name == *relay::COMMAND || file == Some(net::COMMAND_FILE.as_ref()) {
-        return zerosock_cli::main();
-    }
     let first = std::env::args_os().nth(1).unwrap_or_default();
-    if PRODUCT.iter().any(|name| first == *name) {
-        return zerosock_cli::main();
-    }
     if first == guest::NAME {
         return guest::main();
+    }
+    let is_worker = first == WORKER;
+    let mut names = [COMMAND, net::COMMAND_FILE].into_iter();
+    let is_command = names.any(|name| file == Some(name.as_ref()));
+    if !is_worker && (is_command || PRODUCT.iter().any(|name| first == *name)) {
+        return zerosock_cli::main();
     }
     if first == instructions::NAME {
         instructions::run();
         return ExitCode::SUCCESS;
     }
-    let outcome = if first == WORKER {
+    let outcome = if is_worker {
         worker()
     } else {
         run(BenchArgs::parse())

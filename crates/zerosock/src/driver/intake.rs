@@ -46,7 +46,7 @@ impl Drop for ShownPackets<'_> {
             // Otherwise the caller counts them.
             driver.sockets.count_shown(bytes);
         }
-        driver.stats.rx_packets += self.taken;
+        driver.tally.packets_received += self.taken;
         if bytes > 0 {
             driver
                 .store
@@ -86,7 +86,7 @@ impl Driver {
                 cost += self.datagrams.take_cost();
             }
         }
-        self.stats.rx_packets += u64::from(taken);
+        self.tally.packets_received += u64::from(taken);
         Ok(taken > 0)
     }
 
@@ -190,7 +190,7 @@ impl Driver {
                 None => {}
             }
         }
-        self.stats.rx_packets += u64::from(taken);
+        self.tally.packets_received += u64::from(taken);
         if self.store.queue_pairs[queue_pair].shard.has_events() {
             self.take_core_events(self.now());
         }

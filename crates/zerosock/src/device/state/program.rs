@@ -12,11 +12,12 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Chain;
 
-use super::loans::Loan;
 use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
 use crate::table::listeners::Listeners;
+use crate::table::loans::Loans;
 use crate::table::sockets::{ReadyFlag, Sockets, StreamId, StreamState};
+use crate::table::tally::Tally;
 
 /// A chain that the program holds.
 #[derive(Debug)]
@@ -26,17 +27,6 @@ pub(crate) struct HostToken {
     pub(crate) vm: u32,
     /// The epoch of the transmit queue that the chain belongs to.
     pub(in crate::device) epoch: u32,
-}
-
-/// Traffic counters; no atomics, because only the program's thread counts.
-#[derive(Debug, Default)]
-pub(crate) struct Tally {
-    pub(crate) packets_received: u64,
-    pub(crate) packets_sent: u64,
-    pub(crate) sent: u64,
-    pub(crate) sent_in_place: u64,
-    pub(crate) copied_in: u64,
-    pub(crate) notifications: u64,
 }
 
 fn of_host(port: Port) -> Address {
@@ -55,9 +45,7 @@ pub(crate) struct App {
     bound: PortTable,
     /// The device number of each pool.
     pub(crate) pools: Vec<Option<u32>>,
-    /// The loans, by index in the lease table. No longer than the most leases and loans that were out at once:
-    /// the lease table gives out a new index only if no other is free.
-    pub(in crate::device) loans: Vec<Option<Loan>>,
+    pub(crate) loans: Loans<Chain>,
     pub(crate) tally: Tally,
 }
 
@@ -77,7 +65,7 @@ impl App {
             listeners: Listeners::default(),
             bound: PortTable::new(),
             pools: Vec::new(),
-            loans: Vec::new(),
+            loans: Loans::default(),
             tally: Tally::default(),
         }
     }
@@ -143,6 +131,13 @@ impl App {
         self.unbind(port);
         self.listeners.add(port, backlog, socket_type);
         true
+    }
+
+    /// Removes a loan whose buffer and credit have gone with its device.
+    pub(crate) fn forget_loan(&mut self, index: u32) {
+        if self.loans.forget(index) {
+            self.sockets.end_loan(index);
+        }
     }
 
     /// Records how a connection has ended; received bytes can still be read.

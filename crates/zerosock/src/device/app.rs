@@ -22,7 +22,7 @@ use super::events::RESET;
 use super::state::program::{App, HostToken};
 use super::{Context, Device};
 use crate::stats::RefusalCause;
-use crate::table::sockets::{Arrival, HeldBuffer, MessageEnd, ReadyFlag, StreamId, StreamState};
+use crate::table::sockets::{Arrival, HeldBuffer, MessageEnd, StreamId, StreamState};
 use zerosock_virtio::ring::Ring;
 
 impl Device {
@@ -173,10 +173,9 @@ impl Device {
         }
         let pool = self.app_pool(app);
         let state = StreamState::Connected;
-        let id = app.sockets.insert(pool, flow, state, local, peer);
-        if socket_type == SocketType::SeqPacket {
-            app.sockets.carry_messages(id);
-        }
+        let id = app
+            .sockets
+            .insert(pool, flow, state, local, peer, socket_type);
         app.listeners.push(local.port, id);
         self.app.flows.insert(flow, id);
         cx.shared.counters.conns_added.add(1);
@@ -214,51 +213,12 @@ impl Device {
         };
         let pool = self.app_pool(app);
         let state = StreamState::Connecting;
-        let id = app.sockets.insert(pool, flow, state, local, to);
-        if socket_type == SocketType::SeqPacket {
-            app.sockets.carry_messages(id);
-        }
+        let id = app
+            .sockets
+            .insert(pool, flow, state, local, to, socket_type);
         self.app.flows.insert(flow, id);
         cx.shared.counters.conns_added.add(1);
         Ok(id)
-    }
-
-    /// The guest has accepted a connection of the program.
-    pub(super) fn app_connected(id: StreamId, cx: &mut Context<'_>) {
-        if let Some(app) = cx.shared.app.as_deref_mut()
-            && let Some(conn) = app.sockets.get_mut(id)
-        {
-            conn.state = StreamState::Connected;
-            app.sockets.set_ready(id, ReadyFlag::Connected);
-        }
-    }
-
-    /// The guest has shut down receiving, sending, or both.
-    pub(super) fn app_peer_shut_down(
-        &mut self,
-        id: StreamId,
-        receive: bool,
-        send: bool,
-        cx: &mut Context<'_>,
-    ) {
-        if let Some(app) = cx.shared.app.as_deref_mut()
-            && let Some(conn) = app.sockets.get_mut(id)
-        {
-            conn.peer_send_shutdown |= send;
-            conn.peer_recv_shutdown |= receive;
-            if send {
-                app.sockets
-                    .discard_incomplete_message(id, &mut self.store());
-            }
-            app.sockets.set_ready(id, ReadyFlag::PeerShutdown);
-        }
-    }
-
-    /// The connection has credit again.
-    pub(super) fn app_writable(id: StreamId, cx: &mut Context<'_>) {
-        if let Some(app) = cx.shared.app.as_deref_mut() {
-            app.sockets.set_writable(id);
-        }
     }
 
     /// The flow of a connection has ended: tells the program how. Has no effect on another flow.
@@ -281,9 +241,7 @@ impl Device {
             // The program counts the bytes by itself.
             tracing::debug!(cid = %self.cid, %flow, reason, "connection closed");
         }
-        app.sockets
-            .discard_incomplete_message(id, &mut self.store());
-        app.ended(id, orderly);
+        app.sockets.ended(id, orderly, &mut self.store());
     }
 
     /// Resets a connection of the program.
@@ -432,7 +390,10 @@ mod tests {
         let app = cx.shared.app.as_deref_mut().unwrap();
         let pool = device.app_pool(app);
         let state = StreamState::Connected;
-        let id = app.sockets.insert(pool, waiting, state, local, peer);
+        let stream = SocketType::Stream;
+        let id = app
+            .sockets
+            .insert(pool, waiting, state, local, peer, stream);
         app.listeners.push(local.port, id);
         let types = [SocketType::SeqPacket, SocketType::Stream];
         for ((flow, socket_type), full) in flows.into_iter().zip(types).zip([0, 1]) {

@@ -6,8 +6,8 @@
 
 use std::sync::Arc;
 
+use zerosock_proto::vsock::PortTable;
 use zerosock_proto::vsock::datagram::DatagramTable;
-use zerosock_proto::vsock::{PortTable, RefuseReason};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Chain;
@@ -16,7 +16,7 @@ use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
 use crate::table::listeners::Listeners;
 use crate::table::loans::Loans;
-use crate::table::sockets::{ReadyFlag, Sockets, StreamId, StreamState};
+use crate::table::sockets::Sockets;
 use crate::table::tally::Tally;
 
 /// A chain that the program holds.
@@ -138,27 +138,5 @@ impl App {
         if self.loans.forget(index) {
             self.sockets.end_loan(index);
         }
-    }
-
-    /// Records how a connection has ended; received bytes can still be read.
-    pub(in crate::device) fn ended(&mut self, id: StreamId, orderly: bool) {
-        let Some(conn) = self.sockets.get_mut(id) else {
-            return;
-        };
-        conn.flow = None;
-        let flag = match conn.state {
-            StreamState::Connecting => {
-                // Without an RST: the device has lost its guest.
-                conn.refused.get_or_insert(RefuseReason::TransportReset);
-                ReadyFlag::Refused
-            }
-            _ => ReadyFlag::Closed,
-        };
-        conn.state = if orderly {
-            StreamState::Finished
-        } else {
-            StreamState::Reset
-        };
-        self.sockets.set_ready(id, flag);
     }
 }

@@ -2,7 +2,7 @@
 //! exactly once ([`support::Asked::answer`] fails at a second answer).
 
 use std::io::{self, Read};
-use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::sync::{Arc, mpsc};
@@ -473,7 +473,10 @@ fn first_bytes_that_the_target_does_not_take_time_out() {
 #[test]
 fn futures_run_on_the_thread_and_are_dropped_with_it() {
     let connector = connector(Vec::new());
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    // An address of this process: another one can listen on the port at 127.0.0.1 as soon as it is free.
+    let [_, one, two, three] = std::process::id().to_be_bytes();
+    let own = Ipv4Addr::new(127, one | 0x80, two, three);
+    let listener = TcpListener::bind((own, 0)).unwrap();
     let address = listener.local_addr().unwrap();
     listener.set_nonblocking(true).unwrap();
     let (sender, accepted) = mpsc::channel();

@@ -169,6 +169,7 @@ pub(crate) trait LoanCalls: SendCalls {
             return Err(SendFault::Reset);
         };
         if !self.is_current(&lent) {
+            self.shard().cancel(reservation);
             return Err(SendFault::Reset);
         }
         match self.shard().commit(reservation, len as u32, 0) {

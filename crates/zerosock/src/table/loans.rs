@@ -1,7 +1,9 @@
 //! The buffers of the outgoing queue that are on loan to the program.
 //!
 //! # Invariants
-//! A loan owns one buffer or none, and credit if it is of a connection, until it is sent or dropped.
+//! - A loan owns one buffer, or none if it is private, until it is sent or dropped.
+//! - A loan of a connection owns credit until it is sent, wholly or in part, or dropped; the first of a message
+//!   owns the credit of all of them.
 
 use zerosock_proto::Address;
 use zerosock_proto::vsock::datagram::DatagramId;
@@ -14,7 +16,7 @@ use super::sockets::StreamId;
 #[derive(Debug)]
 pub(crate) struct Loan<B> {
     pub(crate) of: LoanOf,
-    /// The number of its half.
+    /// The half that lent it: see [`SendHalf::number`](super::send_half::SendHalf::number).
     pub(crate) half: u32,
     /// Bytes that the holder may send.
     pub(crate) len: u32,

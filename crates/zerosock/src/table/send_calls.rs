@@ -347,7 +347,7 @@ pub(crate) trait SendCalls: SendHalf {
             self.fill(&buffer, 0, kept.left().get(..len).unwrap_or(&[]));
             let last = kept.end(len);
             match self.shard().commit_part(&mut kept.room, len as u32, last) {
-                Ok(header) => self.transmit(buffer, &header),
+                Ok(header) => self.emit(buffer, &header),
                 // The connection has ended and needs the rest no more.
                 Err(_) => {
                     self.discard(buffer);
@@ -357,13 +357,18 @@ pub(crate) trait SendCalls: SendHalf {
             kept.advance(len);
             self.count_kept(len);
             let parts = self.parts();
-            if last.is_none() {
-                parts.outgoing.push_front(kept);
-            } else if let Some(id) = parts.flows.get(kept.room.flow())
+            // Others are of a host socket.
+            if let Some(id) = parts.flows.get(kept.room.flow())
                 && let Some(program) = parts.program
             {
-                // The sender may wait for the end of the message; no other event reports it.
-                program.sockets.set_writable(id);
+                program.tally.count_sent(len as u32);
+                if last.is_some() {
+                    // The sender may wait for the end of the message; no other event reports it.
+                    program.sockets.set_writable(id);
+                }
+            }
+            if last.is_none() {
+                parts.outgoing.push_front(kept);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! What a half of the virtqueues provides for sending.
+//! What the driver's or the device's side of the virtqueues, a *half*, provides for sending.
 //!
 //! A view that borrows a device or a driver for one call implements [`SendHalf`].
 //! [`SendCalls`](super::send_calls::SendCalls) and [`LoanCalls`](super::loan_calls::LoanCalls) write the calls over it
@@ -68,14 +68,15 @@ pub(crate) trait SendHalf {
         false
     }
 
-    /// Whether [`take_buffer`](Self::take_buffer) would return a buffer.
+    /// Whether the peer has left buffers for [`take_buffer`](Self::take_buffer), of whatever length.
     fn has_buffer(&mut self) -> bool;
 
     /// Takes a buffer for a packet of `len` bytes, or for as many as fit. A broken queue has none; the next
     /// turn reports it.
     fn take_buffer(&mut self, len: usize) -> Option<Self::Buffer>;
 
-    /// Takes a buffer, if all those taken in this call can still be put back then.
+    /// As [`take_buffer`](Self::take_buffer), but leaves an unusable buffer where it is: returning it to the peer
+    /// would keep the buffers taken before it from being put back.
     fn take_another(&mut self, len: usize) -> Option<Self::Buffer> {
         self.take_buffer(len)
     }
@@ -92,10 +93,13 @@ pub(crate) trait SendHalf {
     /// Writes the header of a packet whose payload is in the buffer, and queues the packet.
     fn emit(&mut self, buffer: Self::Buffer, header: &Repr);
 
-    /// Returns the buffer that was taken last.
+    /// Returns a buffer to the front of the queue.
+    ///
+    /// # Panics
+    /// If a buffer that was taken later was not put back before: the caller's mistake.
     fn put_back(&mut self, buffer: Self::Buffer);
 
-    /// Returns a buffer, whatever was taken since.
+    /// Returns a buffer unused, whatever was taken or returned since.
     fn discard(&mut self, buffer: Self::Buffer);
 
     /// Sends a packet in the common case: there is credit for all of it, nothing is waiting, and the next buffer

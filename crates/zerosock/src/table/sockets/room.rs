@@ -10,7 +10,7 @@ use zerosock_proto::vsock::FlowId;
 use super::{ReadyFlag, Sockets, StreamId, StreamState};
 use crate::table::transfers::SendFault;
 
-/// Entries of removed connections that are tolerated before a remove_stale_waiters.
+/// Entries of removed connections that are tolerated before they are removed.
 const STALE: usize = 64;
 
 /// The waiting connections. See the module documentation.

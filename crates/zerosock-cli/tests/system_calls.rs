@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use crate::process::{DEADLINE, Running, wait_until, zerosock};
+use rustix::process::{Pid, Signal, kill_process};
 use zerosock::vsock::{Endpoint, Listener};
 use zerosock::{Address, Cid, Port};
 
@@ -30,7 +31,22 @@ const NOT_COUNTED: [&str; 7] = [
 struct Traced {
     dir: tempfile::TempDir,
     guest: Endpoint,
-    _serve: Running,
+    serve: Running,
+}
+
+impl Drop for Traced {
+    /// The end of strace would leave the server running; that of the server ends strace.
+    fn drop(&mut self) {
+        let strace = self.serve.child.id();
+        let children = std::fs::read_to_string(format!("/proc/{strace}/task/{strace}/children"));
+        for child in children.unwrap_or_default().split_whitespace() {
+            let pid = child.parse().ok().and_then(Pid::from_raw);
+            if let Some(pid) = pid {
+                // Fails if it has ended.
+                let _ = kill_process(pid, Signal::KILL);
+            }
+        }
+    }
 }
 
 impl Traced {
@@ -58,11 +74,7 @@ impl Traced {
         let serve = Running::start(&mut traced);
         wait_until("the sockets", || UnixStream::connect(at("hybrid")).is_ok());
         let guest = Endpoint::builder().attach_device(at("vm")).unwrap();
-        Some(Traced {
-            dir,
-            guest,
-            _serve: serve,
-        })
+        Some(Traced { dir, guest, serve })
     }
 
     fn at(&self, name: &str) -> PathBuf {

@@ -118,9 +118,15 @@ impl RawGuest {
         for call in &self.calls {
             // The counter becomes the largest that a write can reach.
             rustix::io::ioctl_fionbio(call, true).unwrap();
-            let mut count = [0; 8];
-            let _ = rustix::io::read(call, &mut count);
-            rustix::io::write(call, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+            let give_up = deadline();
+            loop {
+                let _ = rustix::io::read(call, &mut [0; 8]);
+                match rustix::io::write(call, &(u64::MAX - 1).to_ne_bytes()) {
+                    Ok(_) => break,
+                    // The device has notified since the read.
+                    Err(error) => assert!(Instant::now() < give_up, "{error}"),
+                }
+            }
             rustix::io::ioctl_fionbio(call, false).unwrap();
         }
     }

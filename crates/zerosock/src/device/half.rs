@@ -170,7 +170,7 @@ impl SendHalf for DeviceHalf<'_, '_> {
         counters.tx_bytes.add(bytes as u64);
     }
 
-    fn reset_lossy(&mut self, flow: FlowId) {
+    fn reset_after_loss(&mut self, flow: FlowId) {
         self.device.count_lost_bytes(self.cx);
         self.device.reset_app(flow, self.cx);
     }

@@ -148,7 +148,7 @@ impl SendHalf for DriverHalf<'_> {
         Some(len)
     }
 
-    fn reset_lossy(&mut self, flow: FlowId) {
+    fn reset_after_loss(&mut self, flow: FlowId) {
         // Fails only for a flow that has ended.
         let _ = self.shard().reset(flow);
     }

@@ -142,7 +142,7 @@ pub(crate) trait MessageLoanCalls: LoanCalls {
         sent?;
         let Ok(rest) = rest else {
             // The message was begun and cannot be completed.
-            self.reset_lossy(room.flow());
+            self.reset_after_loss(room.flow());
             return Err(SendFault::Reset);
         };
         let all = rest.is_empty();

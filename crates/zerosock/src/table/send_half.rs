@@ -115,11 +115,10 @@ pub(crate) trait SendHalf {
         fill: impl FnOnce(GuestSlice<'_>, usize),
     ) -> Option<usize>;
 
-    /// Has the queue retry when there are buffers, for what waits for them in [`SendParts::outgoing`] and the
-    /// protocol core.
+    /// Has a later turn send what waits in [`SendParts::outgoing`] and the protocol core, when there are buffers.
     fn want_buffers(&mut self) {}
 
-    /// As [`want_buffers`](Self::want_buffers), for the connections in [`SendParts::waiters`].
+    /// Has a later turn wake the connections in [`SendParts::waiters`], when there are buffers.
     fn want_buffers_for_waiters(&mut self) {}
 
     /// Makes a connection writable when there are buffers.
@@ -140,8 +139,8 @@ pub(crate) trait SendHalf {
     /// Counts bytes of a kept message.
     fn count_kept(&mut self, _bytes: usize) {}
 
-    /// Resets a flow that bytes were lost of.
-    fn reset_lossy(&mut self, flow: FlowId);
+    /// Resets a flow because bytes of a message that was begun were lost.
+    fn reset_after_loss(&mut self, flow: FlowId);
 
     /// Whether one more buffer may be lent in place, to the connection of a flow or for a datagram.
     fn may_lend(&mut self, flow: Option<FlowId>) -> bool;

@@ -10,7 +10,7 @@ use zerosock_proto::vsock::FlowId;
 use super::{ReadyFlag, Sockets, StreamId, StreamState};
 use crate::table::transfers::SendFault;
 
-/// Entries of removed connections that are tolerated before they are removed.
+/// Entries of closed connections that may stay in the list before it is searched for them.
 const STALE: usize = 64;
 
 /// The waiting connections. See the module documentation.

@@ -60,10 +60,8 @@ impl Device {
                 if let Some((key, bridge)) = self.bridges.of_flow(flow) {
                     bridge.flags.remove(Flags::WAITS);
                     self.bridges.enqueue(key);
-                } else if let Some(id) = self.app.flows.get(flow)
-                    && let Some(app) = cx.shared.app.as_deref_mut()
-                {
-                    app.sockets.set_writable(id);
+                } else if let Some(id) = self.app.flows.get(flow) {
+                    Self::app_writable(id, cx);
                 }
             }
             Event::Closed { flow, reason } => self.guest_closed(flow, reason.is_orderly(), cx),
@@ -117,8 +115,9 @@ impl Device {
         self.count_refused(flow, reason, cx);
         if let Some(id) = self.app.flows.get(flow)
             && let Some(app) = cx.shared.app.as_deref_mut()
+            && let Some(conn) = app.sockets.get_mut(id)
         {
-            app.sockets.refused(id, reason);
+            conn.refused = Some(reason);
         }
         let Some(key) = self.bridges.key_of(flow) else {
             return self.end_app(flow, false, GONE, cx);
@@ -134,10 +133,7 @@ impl Device {
     fn guest_accepted(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         self.log_flow(flow, "connection opened");
         if let Some(id) = self.app.flows.get(flow) {
-            if let Some(app) = cx.shared.app.as_deref_mut() {
-                app.sockets.connected(id);
-            }
-            return;
+            return Self::app_connected(id, cx);
         }
         let Some(key) = self.bridges.key_of(flow) else {
             return;
@@ -179,11 +175,7 @@ impl Device {
             self.coalesced.forget(flow);
         }
         if let Some(id) = self.app.flows.get(flow) {
-            if let Some(app) = cx.shared.app.as_deref_mut() {
-                let store = &mut self.store();
-                app.sockets.peer_shut_down(id, receive, send, store);
-            }
-            return;
+            return self.app_peer_shut_down(id, receive, send, cx);
         }
         let Some(key) = self.bridges.key_of(flow) else {
             return;

@@ -28,7 +28,6 @@ use crate::device::host_sockets::HostSocket;
 use crate::device::host_sockets::hybrid::{self, Ahead};
 use crate::fallible;
 use crate::table::outgoing::{Outgoing, end};
-use crate::table::send_calls::SendCalls;
 
 /// Messages of a connection per turn.
 const BUDGET: usize = 64;
@@ -387,8 +386,7 @@ impl Device {
         };
         let done = self.fill_chains(&mut room, chains, len, write, cx);
         if done < len {
-            let rest = Outgoing::resumed(room, bytes, done);
-            self.half(cx).keep_outgoing(rest);
+            self.keep_outgoing(Outgoing::resumed(room, bytes, done));
         }
         Fill::More
     }

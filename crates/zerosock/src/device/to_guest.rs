@@ -13,7 +13,6 @@ use super::state::bridge_state::BridgeEvent;
 use super::state::flags::Flags;
 use super::{Context, Device, TURN_BYTES};
 use crate::table::outgoing::Outgoing;
-use crate::table::send_calls::SendCalls;
 use arrayvec::ArrayVec;
 use rustix::io::Errno;
 use zerosock_proto::vsock::{FlowId, Reservation, ReserveError, Shard};
@@ -53,7 +52,7 @@ impl Device {
         };
         self.transmit_control(cx);
         if !self.outgoing.is_empty() {
-            self.half(cx).send_outgoing();
+            self.send_outgoing(cx);
         }
         // Datagrams have budgets of their own: they never delay a stream.
         let moved = self.moved;
@@ -130,7 +129,7 @@ impl Device {
             emit(rx, chain, &packet.header, 0);
             cx.shared.counters.tx_packets.add(1);
         }
-        self.half(cx).send_coalesced();
+        self.send_coalesced(cx);
     }
 
     /// Sends the guest the header that goes before the bytes of a client. To a connection that carries
@@ -149,7 +148,7 @@ impl Device {
                 Ok(room) => {
                     let header = std::mem::take(header);
                     self.outgoing.push_back(Outgoing::new(room, header, false));
-                    self.half(cx).send_outgoing();
+                    self.send_outgoing(cx);
                     return Fill::More;
                 }
                 Err(ReserveError::TooLong) => {

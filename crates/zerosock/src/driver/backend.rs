@@ -10,22 +10,19 @@ use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_proto::vsock::{ConnectError, Directions, FlowId, ListenError, Shard};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
+use zerosock_ring::GuestSlice;
 use zerosock_virtio::poller::Events;
 
 use super::queue_pairs::{QueuePair, QueuePairId, RxSlot};
 use super::store::Buffers;
-use super::{Driver, DriverError, StreamId};
+use super::{Driver, DriverError, SendError, StreamId, lending};
 use crate::fault::Fault;
 use crate::table::calls::TableAccess;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
-use crate::table::loan_calls::LoanCalls;
-use crate::table::loans::LoanOf;
-use crate::table::message_loan_calls::MessageLoanCalls;
-use crate::table::outgoing::is_kept;
+use crate::table::outgoing::{Outgoing, len_of, put_all, whole};
 use crate::table::over::EndpointEnded;
-use crate::table::send_calls::SendCalls;
 use crate::table::sockets::{Copied, LeaseParts, NoLease, ReadyFlag, Shown, Sockets};
 use crate::table::{
     backend::{Backend, EndpointStats, ReadySource},
@@ -33,14 +30,6 @@ use crate::table::{
 };
 
 impl Driver {
-    /// Ends a loan that was dropped unsent.
-    pub(super) fn drop_loan(&mut self, index: u32) {
-        if let Some(loan) = self.loans.get(index) {
-            let queue_pair = QueuePairId::of_pool(loan.half);
-            self.half(queue_pair).drop_loan(index);
-        }
-    }
-
     /// Declares whether the application trusts the peer not to write leased bytes.
     pub(crate) fn set_trusted(&mut self, trusted: bool) {
         self.trusted = trusted;
@@ -281,20 +270,19 @@ impl Backend for Driver {
 
     fn handle_dropped(&mut self, index: u32) {
         if !self.sockets.end_lease(index, &mut self.store) {
-            self.drop_loan(index);
+            self.end_lent(index);
         }
     }
 
     #[inline]
     fn write(&mut self, id: StreamId, bytes: &[u8], publish: Publish) -> Result<usize, SendFault> {
-        let (queue_pair, flow) = self.sender(id)?;
-        if self.half(queue_pair).write_whole(flow, bytes) {
-            if publish == Publish::Now {
-                self.publish(queue_pair);
-            }
+        let fill = |payload: GuestSlice<'_>| {
+            payload.write(0, bytes);
+        };
+        if self.send_packet(id, bytes.len(), 0, publish, fill) {
             return Ok(bytes.len());
         }
-        let sent = self.half(queue_pair).write(id, flow, bytes)?;
+        let sent = self.send(id, bytes).map_err(lending::fault)?;
         if publish == Publish::Now {
             Driver::flush(self);
         }
@@ -302,15 +290,7 @@ impl Backend for Driver {
     }
 
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
-        let (queue_pair, flow) = self.sender(id)?;
-        let mut half = self.half(queue_pair);
-        let has_sent = half.send_before_loan(flow);
-        let loan = half.lend(id, flow, max);
-        if has_sent {
-            // At once: the program may keep the loan.
-            Driver::flush(self);
-        }
-        loan
+        self.lend(id, max)
     }
 
     fn send_loan(
@@ -319,17 +299,7 @@ impl Backend for Driver {
         len: usize,
         private: Option<&[u8]>,
     ) -> Result<usize, SendFault> {
-        let loan = self.loans.get(index).ok_or(SendFault::Unknown)?;
-        let LoanOf::Stream(id) = loan.of else {
-            return Err(SendFault::Unknown);
-        };
-        match self.sender(id) {
-            Ok((queue_pair, flow)) => self.half(queue_pair).send_loan(index, flow, len, private),
-            Err(fault) => {
-                self.drop_loan(index);
-                Err(fault)
-            }
-        }
+        self.send_lent(index, len, private)
     }
 
     fn send_message(
@@ -338,20 +308,22 @@ impl Backend for Driver {
         slices: &[IoSlice<'_>],
         ends_record: bool,
     ) -> Result<bool, SendFault> {
-        let (queue_pair, flow) = self.sender(id)?;
-        let mut half = self.half(queue_pair);
-        if half.send_whole_message(flow, slices, ends_record) {
-            self.publish(queue_pair);
+        let fill = |payload: GuestSlice<'_>| {
+            put_all(slices, |at, bytes| {
+                payload.write(at, bytes);
+            });
+        };
+        if self.send_packet(id, len_of(slices), whole(ends_record), Publish::Now, fill) {
             return Ok(true);
         }
-        let all = half.send_message(id, flow, slices, ends_record)?;
+        let all = self.put_message(id, slices, ends_record);
+        let all = all.map_err(lending::fault)?;
         Driver::flush(self);
         Ok(all)
     }
 
     fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {
-        let (queue_pair, flow) = self.sender(id)?;
-        self.half(queue_pair).lend_message(id, flow, len)
+        self.lend_message(id, len)
     }
 
     fn send_message_loan(
@@ -360,30 +332,34 @@ impl Backend for Driver {
         parts: &[LoanedPart<'_>],
         ends_record: bool,
     ) -> Result<bool, SendFault> {
-        match self.sender(id) {
-            Ok((queue_pair, _)) => self
-                .half(queue_pair)
-                .send_message_loan(id, parts, ends_record),
-            Err(fault) => {
-                for part in parts {
-                    self.drop_loan(part.index);
-                }
-                Err(fault)
-            }
-        }
+        self.send_lent_message(id, parts, ends_record)
     }
 
     fn is_sending(&self, id: StreamId) -> bool {
         let Some((queue_pair, flow)) = self.flow_of(id) else {
             return false;
         };
-        is_kept(&self.store.queue_pairs[queue_pair].outgoing, flow)
+        let kept = |kept: &Outgoing| kept.room.flow() == flow;
+        self.store.queue_pairs[queue_pair].outgoing.iter().any(kept)
     }
 
     fn may_send_message(&mut self, id: StreamId) -> bool {
-        match self.sender(id) {
-            Ok((queue_pair, flow)) => self.half(queue_pair).may_send_message(id, flow),
-            Err(fault) => fault != SendFault::NotConnected,
+        match self.sendable(id) {
+            Ok((queue_pair, flow)) => {
+                if !self.store.queue_pairs[queue_pair].tx.has_data_slot() {
+                    // The next turn reports a broken ring.
+                    let _ = self.store.queue_pairs[queue_pair].tx.reap();
+                    if !self.store.queue_pairs[queue_pair].tx.has_data_slot() {
+                        self.wait_for_slot(id);
+                        return false;
+                    }
+                }
+                self.store.queue_pairs[queue_pair]
+                    .shard
+                    .can_reserve_message(flow)
+            }
+            Err(SendError::NotConnected) => false,
+            Err(_) => true,
         }
     }
 
@@ -392,7 +368,20 @@ impl Backend for Driver {
     }
 
     fn stats(&self) -> EndpointStats {
-        EndpointStats::new(&self.tally, self.sockets.counted())
+        let counted = self.sockets.counted();
+        EndpointStats {
+            received: counted.received,
+            received_in_place: counted.in_place(),
+            copied_aside: counted.copied_aside,
+            copied_out: counted.copied_out,
+            sent: self.stats.tx_bytes,
+            sent_in_place: self.loans.sent_in_place,
+            copied_in: self.loans.copied_in,
+            packets_received: self.stats.rx_packets,
+            packets_sent: self.stats.tx_packets,
+            notifications: self.stats.kicks,
+            sleeps: 0,
+        }
     }
 
     fn datagrams(&mut self) -> Option<&mut dyn DatagramBackend> {

@@ -49,10 +49,12 @@ impl Driver {
         }
         let local = shard.flow(flow).map_or(local, |info| info.local);
         let state = StreamState::Connecting;
-        let pool = queue_pair.pool();
         let stream = self
             .sockets
-            .insert(pool, flow, state, local, peer, socket_type);
+            .insert(queue_pair.pool(), flow, state, local, peer);
+        if socket_type == SocketType::SeqPacket {
+            self.sockets.carry_messages(stream);
+        }
         self.store.queue_pairs[queue_pair]
             .flows
             .insert(flow, stream);

@@ -11,9 +11,9 @@ use std::ops::{Index, IndexMut};
 use zerosock_proto::vsock::Shard;
 use zerosock_proto::vsock::pairs::{rx_queue, tx_queue};
 use zerosock_proto::wire::vsock::Repr;
-use zerosock_ring::AddError;
+use zerosock_ring::{AddError, GuestSlice};
 
-use super::arena::PairSlots;
+use super::arena::{PAYLOAD, PairSlots};
 use super::queues::{RxQueue, TxQueue};
 use crate::header;
 use crate::table::coalesced::CoalescedWrites;
@@ -77,8 +77,6 @@ pub(crate) struct QueuePair {
     pub(super) waiters: Waiters,
     /// Partly sent messages that wait for slots.
     pub(super) outgoing: VecDeque<Outgoing>,
-    /// Transmit slots on loan for connections.
-    pub(super) lent: u16,
     /// Coalesced small writes.
     pub(super) coalesced: CoalescedWrites,
     /// Packets wait in the ring because of the limits on held buffers, and no notification was
@@ -96,17 +94,22 @@ impl QueuePair {
             flows: Flows::default(),
             waiters: Waiters::default(),
             outgoing: VecDeque::new(),
-            lent: 0,
             coalesced: CoalescedWrites::default(),
             blocked: false,
         }
     }
 
-    /// Writes the header into slot `slot`, which has the payload, and queues the packet.
+    /// Lets `fill` write the payload into slot `slot`, writes the header, and queues the packet.
     #[inline(always)] // keeps the header in registers
-    pub(super) fn send(&mut self, slot: u16, repr: &Repr) -> Result<(), AddError> {
+    pub(super) fn send(
+        &mut self,
+        slot: u16,
+        repr: &Repr,
+        fill: impl FnOnce(GuestSlice<'_>),
+    ) -> Result<(), AddError> {
         let slots = &self.slots;
         if let Some(packet) = slots.tx_packets.slice(&slots.memory, slot) {
+            fill(packet.part(PAYLOAD, usize::MAX));
             header::store(packet, repr);
         }
         self.tx.push(slot)
@@ -176,7 +179,7 @@ impl QueuePairSet {
 impl Index<QueuePairId> for QueuePairSet {
     type Output = QueuePair;
 
-    #[inline(always)] // every packet
+    #[inline]
     fn index(&self, queue_pair: QueuePairId) -> &QueuePair {
         match queue_pair.0 {
             0 => &self.first,
@@ -186,7 +189,7 @@ impl Index<QueuePairId> for QueuePairSet {
 }
 
 impl IndexMut<QueuePairId> for QueuePairSet {
-    #[inline(always)] // every packet
+    #[inline]
     fn index_mut(&mut self, queue_pair: QueuePairId) -> &mut QueuePair {
         match queue_pair.0 {
             0 => &mut self.first,

@@ -118,14 +118,7 @@ mod tests {
         let pool = sockets.add_pool(1);
         let mut add = |flow| {
             let any = Address::new(Cid::ANY, Port::ANY);
-            sockets.insert(
-                pool,
-                flow,
-                StreamState::Connected,
-                any,
-                any,
-                SocketType::Stream,
-            )
+            sockets.insert(pool, flow, StreamState::Connected, any, any)
         };
         let mut flows = Flows::default();
         let old = connect(&mut shard);

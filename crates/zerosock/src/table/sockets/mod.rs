@@ -18,7 +18,6 @@
 
 mod arrival;
 mod bounds;
-mod events;
 mod ids;
 mod lent;
 mod lent_entry;
@@ -37,7 +36,6 @@ use std::time::Duration;
 
 use zerosock_proto::Address;
 use zerosock_proto::vsock::{FlowId, RefuseReason};
-use zerosock_proto::wire::vsock::SocketType;
 
 use super::leases::{Leases, NONE};
 pub(crate) use super::places::{BufferPlace, Copied, LeaseParts, NoLease, PIECES};
@@ -179,13 +177,8 @@ impl<T> Sockets<T> {
         state: StreamState,
         local: Address,
         peer: Address,
-        socket_type: SocketType,
     ) -> StreamId {
-        let id = self.add(pool, Some(flow), state, local, peer);
-        if socket_type == SocketType::SeqPacket {
-            self.carry_messages(id);
-        }
-        id
+        self.add(pool, Some(flow), state, local, peer)
     }
 
     /// Adds an internal connection for the datagrams that one socket receives in buffers of `pool`:

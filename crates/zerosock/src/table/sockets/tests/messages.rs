@@ -36,7 +36,8 @@ fn read(table: &mut Table, id: StreamId, peek: bool) -> Option<(Vec<u8>, bool)> 
 #[test]
 fn an_incomplete_message_is_unreadable_and_returns_its_buffers() {
     let mut table = Table::new();
-    let id = table.conn_of(SocketType::SeqPacket);
+    let id = table.conn();
+    table.sockets.carry_messages(id);
     let flow = table.sockets.get(id).unwrap().flow.unwrap();
     assert!(part(&mut table, id, b"whole", MessageEnd::Message));
     assert!(part(&mut table, id, b"ha", MessageEnd::Nothing));
@@ -61,7 +62,8 @@ fn an_incomplete_message_is_unreadable_and_returns_its_buffers() {
 #[test]
 fn an_incomplete_message_holds_an_eighth_of_the_pool() {
     let mut table = Table::new();
-    let id = table.conn_of(SocketType::SeqPacket);
+    let id = table.conn();
+    table.sockets.carry_messages(id);
     for number in 0..20 {
         assert!(part(&mut table, id, &[number; 10], MessageEnd::Nothing));
     }
@@ -91,7 +93,8 @@ fn messages_match_a_plain_queue() {
             state % most
         };
         let mut table = Table::new();
-        let id = table.conn_of(SocketType::SeqPacket);
+        let id = table.conn();
+        table.sockets.carry_messages(id);
         let mut model: VecDeque<(Vec<u8>, bool)> = VecDeque::new();
         let mut half = Vec::new();
         let mut out = Vec::new();

@@ -382,7 +382,7 @@ impl Connection {
     /// Whether a packet may be sent at once, if there is credit for it: nothing goes before it, and
     /// nothing waits for the credit that it leaves. Its header replaces a queued credit update, which
     /// then leaves a list: that takes longer.
-    #[inline]
+    #[inline(always)] // every packet
     pub(crate) fn may_send_now(&self) -> bool {
         self.may_send()
             && !(self.control.response | self.control.credit_update)

@@ -12,21 +12,17 @@
 //! for held chains, [`super::lending`] has the loans, and [`crate::host`] the functions that the
 //! program calls.
 
-use std::convert::Infallible;
-
 use crate::device::state::app::NONE;
-use zerosock_proto::vsock::{ConnectError, Directions, FlowId, ReserveError, Shard};
-use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD, Repr, SocketType};
+use zerosock_proto::vsock::{ConnectError, Directions, FlowId, Shard};
+use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
 use zerosock_proto::{Address, Cid, Instant, Port};
-use zerosock_ring::{Chain, FrontChain, GuestSlice};
+use zerosock_ring::Chain;
 
-use super::events::{RESET, emit};
+use super::events::RESET;
 use super::state::program::{App, HostToken};
 use super::{Context, Device};
-use crate::header;
 use crate::stats::RefusalCause;
-use crate::table::sockets::{Arrival, HeldBuffer, MessageEnd, ReadyFlag, StreamId, StreamState};
-use crate::table::transfers::SendFault;
+use crate::table::sockets::{Arrival, HeldBuffer, MessageEnd, StreamId, StreamState};
 use zerosock_virtio::ring::Ring;
 
 impl Device {
@@ -177,10 +173,9 @@ impl Device {
         }
         let pool = self.app_pool(app);
         let state = StreamState::Connected;
-        let id = app.sockets.insert(pool, flow, state, local, peer);
-        if socket_type == SocketType::SeqPacket {
-            app.sockets.carry_messages(id);
-        }
+        let id = app
+            .sockets
+            .insert(pool, flow, state, local, peer, socket_type);
         app.listeners.push(local.port, id);
         self.app.flows.insert(flow, id);
         cx.shared.counters.conns_added.add(1);
@@ -218,54 +213,12 @@ impl Device {
         };
         let pool = self.app_pool(app);
         let state = StreamState::Connecting;
-        let id = app.sockets.insert(pool, flow, state, local, to);
-        if socket_type == SocketType::SeqPacket {
-            app.sockets.carry_messages(id);
-        }
+        let id = app
+            .sockets
+            .insert(pool, flow, state, local, to, socket_type);
         self.app.flows.insert(flow, id);
         cx.shared.counters.conns_added.add(1);
         Ok(id)
-    }
-
-    /// The guest has accepted a connection of the program.
-    pub(super) fn app_connected(id: StreamId, cx: &mut Context<'_>) {
-        if let Some(app) = cx.shared.app.as_deref_mut()
-            && let Some(conn) = app.sockets.get_mut(id)
-        {
-            conn.state = StreamState::Connected;
-            app.sockets.set_ready(id, ReadyFlag::Connected);
-        }
-    }
-
-    /// The guest has shut down receiving, sending, or both.
-    pub(super) fn app_peer_shut_down(
-        &mut self,
-        id: StreamId,
-        receive: bool,
-        send: bool,
-        cx: &mut Context<'_>,
-    ) {
-        if let Some(app) = cx.shared.app.as_deref_mut()
-            && let Some(conn) = app.sockets.get_mut(id)
-        {
-            conn.peer_send_shutdown |= send;
-            conn.peer_recv_shutdown |= receive;
-            if send {
-                app.sockets
-                    .discard_incomplete_message(id, &mut self.store());
-            }
-            app.sockets.set_ready(id, ReadyFlag::PeerShutdown);
-        }
-    }
-
-    /// The connection has credit again.
-    pub(super) fn app_writable(id: StreamId, cx: &mut Context<'_>) {
-        if let Some(app) = cx.shared.app.as_deref_mut()
-            && let Some(conn) = app.sockets.get_mut(id)
-        {
-            conn.wants_room = false;
-            app.sockets.set_ready(id, ReadyFlag::Writable);
-        }
     }
 
     /// The flow of a connection has ended: tells the program how. Has no effect on another flow.
@@ -288,9 +241,7 @@ impl Device {
             // The program counts the bytes by itself.
             tracing::debug!(cid = %self.cid, %flow, reason, "connection closed");
         }
-        app.sockets
-            .discard_incomplete_message(id, &mut self.store());
-        app.ended(id, orderly);
+        app.sockets.ended(id, orderly, &mut self.store());
     }
 
     /// Resets a connection of the program.
@@ -332,132 +283,11 @@ impl Device {
         self.datagrams.room_is_wanted() || !self.app.waiters.is_empty()
     }
 
-    /// Registers a connection: its send found no buffer.
-    pub(super) fn wait_for_room(&mut self, id: StreamId, cx: &mut Context<'_>) {
-        self.request_buffers();
-        if let Some(app) = cx.shared.app.as_deref_mut() {
-            app.sockets.wait_for_room(id, &mut self.app.waiters);
-        }
-    }
-
-    /// Sends `bytes` in one packet, in the common case: there is credit for all of them, the buffer at
-    /// the front of the ring has room for them, and nothing goes first. False: nothing was sent.
-    #[inline]
-    pub(crate) fn app_write_packet(
-        &mut self,
-        flow: FlowId,
-        bytes: &[u8],
-        cx: &mut Context<'_>,
-    ) -> bool {
-        let fill = |body: GuestSlice<'_>| {
-            body.write(0, bytes);
-        };
-        self.app_send_packet(flow, bytes.len(), 0, fill, cx)
-    }
-
-    /// As `app_write_packet`, for `len` bytes that `fill` writes. `flags`: see
-    /// [`Shard::send_whole_now`].
-    #[inline(always)] // as `send_in_front`
-    pub(super) fn app_send_packet(
-        &mut self,
-        flow: FlowId,
-        len: usize,
-        flags: u32,
-        fill: impl FnOnce(GuestSlice<'_>),
-        cx: &mut Context<'_>,
-    ) -> bool {
-        // Control packets go first, above all a RESPONSE.
-        if self.shard.has_transmit() || self.queues.is_command_pending() {
-            return false;
-        }
-        let Some(rx) = &mut self.queues.rings.rx else {
-            return false;
-        };
-        let shard = &mut self.shard;
-        let header = |room| {
-            if len > room {
-                return None;
-            }
-            // A packet has less than 2^32 bytes.
-            let header = shard.send_whole_now(flow, len as u32, flags)?;
-            Some(Ok::<_, Infallible>(header))
-        };
-        if send_in_front(rx, header, |body, _| fill(body)).is_none() {
-            return false;
-        }
-        if let Some(app) = cx.shared.app.as_deref_mut() {
-            app.tally.sent += len as u64;
-            app.tally.copied_in += len as u64;
-            app.tally.packets_sent += 1;
-        }
-        true
-    }
-
     /// Publishes the packets that the program has sent, and nothing else.
     #[inline]
     pub(crate) fn app_publish_sent(&mut self, cx: &mut Context<'_>) {
         if let Some(rx) = &mut self.queues.rings.rx {
             publish(rx, cx);
-        }
-    }
-
-    /// Copies as much of `bytes` into the guest's buffers as fits; returns how many bytes.
-    pub(crate) fn app_write(
-        &mut self,
-        id: StreamId,
-        flow: FlowId,
-        bytes: &[u8],
-        cx: &mut Context<'_>,
-    ) -> Result<usize, SendFault> {
-        if self.shard.has_transmit() {
-            // Earlier control packets go first, above all a RESPONSE.
-            self.transmit_control(cx);
-        }
-        let (mut sent, mut coalesced, mut packets) = (0, 0, 0);
-        let mut fault = None;
-        while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
-            let pending = self.queues.is_command_pending();
-            let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
-            let written = rx.and_then(|rx| {
-                write_front(rx, &mut self.shard, flow, rest)
-                    .or_else(|| write_popped(rx, &mut self.shard, flow, rest))
-            });
-            match written {
-                Some(Ok(len)) => {
-                    sent += len;
-                    packets += 1;
-                }
-                Some(Err(ReserveError::ShouldCoalesce)) => {
-                    match self.app_coalesce(flow, rest, cx) {
-                        Ok(taken) => {
-                            sent += taken;
-                            coalesced += taken;
-                        }
-                        Err(why) => {
-                            fault = Some(why);
-                            break;
-                        }
-                    }
-                }
-                Some(Err(error)) => {
-                    fault = Some(send_fault(error));
-                    break;
-                }
-                None => {
-                    self.wait_for_room(id, cx);
-                    fault = Some(SendFault::WouldBlock);
-                    break;
-                }
-            }
-        }
-        if let Some(app) = cx.shared.app.as_deref_mut() {
-            app.tally.sent += (sent - coalesced) as u64;
-            app.tally.copied_in += sent as u64;
-            app.tally.packets_sent += packets;
-        }
-        match fault {
-            Some(fault) if sent == 0 => Err(fault),
-            _ => Ok(sent),
         }
     }
 
@@ -533,86 +363,6 @@ fn publish(ring: &mut Ring, cx: &mut Context<'_>) {
     }
 }
 
-/// Sends a packet in the buffer at the front of the ring. `header` gets the room for payload and
-/// returns the header of as much; `fill` writes it. Returns the length of the payload. `None`: there
-/// is no buffer, or one of another form, or `header` returns `None`: nothing was sent.
-#[inline(always)] // keeps the header in registers
-fn send_in_front<E>(
-    rx: &mut Ring,
-    header: impl FnOnce(usize) -> Option<Result<Repr, E>>,
-    fill: impl FnOnce(GuestSlice<'_>, usize),
-) -> Option<Result<usize, E>> {
-    let FrontChain {
-        header: place,
-        body,
-        token,
-    } = rx.front(HEADER_LEN, true)?;
-    let header = match header(body.len().min(MAX_PAYLOAD as usize))? {
-        Ok(header) => header,
-        Err(error) => return Some(Err(error)),
-    };
-    let len = header.len as usize;
-    fill(body, len);
-    header::store(place, &header);
-    rx.complete_front(token, (HEADER_LEN + len) as u32);
-    Some(Ok(len))
-}
-
-/// Sends a copy of as many of `bytes` as one packet takes, in the buffer at the front of the ring;
-/// returns how many. `None`: there is none, or one of another form.
-#[inline(always)] // as `send_in_front`
-fn write_front(
-    rx: &mut Ring,
-    shard: &mut Shard,
-    flow: FlowId,
-    bytes: &[u8],
-) -> Option<Result<usize, ReserveError>> {
-    let header = |room| match bytes.len().min(room) {
-        0 => None,
-        max => Some(shard.send_now(flow, max as u32, 0)),
-    };
-    let fill = |body: GuestSlice<'_>, len| {
-        body.write(0, bytes.get(..len).unwrap_or(bytes));
-    };
-    send_in_front(rx, header, fill)
-}
-
-/// As `write_front`, for a buffer of any form.
-#[inline(never)]
-fn write_popped(
-    rx: &mut Ring,
-    shard: &mut Shard,
-    flow: FlowId,
-    bytes: &[u8],
-) -> Option<Result<usize, ReserveError>> {
-    let chain = rx.pop_if(HEADER_LEN + 1, true)?;
-    let room = (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize);
-    match shard.send_now(flow, bytes.len().min(room) as u32, 0) {
-        Ok(header) => {
-            let payload = bytes.get(..header.len as usize).unwrap_or(bytes);
-            let memory = rx.queue.memory();
-            memory.write(chain.writable(), HEADER_LEN, payload);
-            emit(rx, chain, &header, payload.len());
-            Some(Ok(payload.len()))
-        }
-        Err(error) => {
-            rx.queue.unpop(chain);
-            Some(Err(error))
-        }
-    }
-}
-
-/// The error for the sender when a reservation was refused.
-pub(super) fn send_fault(error: ReserveError) -> SendFault {
-    match error {
-        ReserveError::NoCredit | ReserveError::ShouldCoalesce => SendFault::WouldBlock,
-        ReserveError::NotConnected => SendFault::NotConnected,
-        ReserveError::Shutdown | ReserveError::PeerShutdown => SendFault::ShutDown,
-        ReserveError::TooLong => SendFault::TooLong,
-        ReserveError::Stale | ReserveError::Empty | ReserveError::SocketType => SendFault::Reset,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -640,7 +390,10 @@ mod tests {
         let app = cx.shared.app.as_deref_mut().unwrap();
         let pool = device.app_pool(app);
         let state = StreamState::Connected;
-        let id = app.sockets.insert(pool, waiting, state, local, peer);
+        let stream = SocketType::Stream;
+        let id = app
+            .sockets
+            .insert(pool, waiting, state, local, peer, stream);
         app.listeners.push(local.port, id);
         let types = [SocketType::SeqPacket, SocketType::Stream];
         for ((flow, socket_type), full) in flows.into_iter().zip(types).zip([0, 1]) {

@@ -60,8 +60,10 @@ impl Device {
                 if let Some((key, bridge)) = self.bridges.of_flow(flow) {
                     bridge.flags.remove(Flags::WAITS);
                     self.bridges.enqueue(key);
-                } else if let Some(id) = self.app.flows.get(flow) {
-                    Self::app_writable(id, cx);
+                } else if let Some(id) = self.app.flows.get(flow)
+                    && let Some(app) = cx.shared.app.as_deref_mut()
+                {
+                    app.sockets.set_writable(id);
                 }
             }
             Event::Closed { flow, reason } => self.guest_closed(flow, reason.is_orderly(), cx),
@@ -115,9 +117,8 @@ impl Device {
         self.count_refused(flow, reason, cx);
         if let Some(id) = self.app.flows.get(flow)
             && let Some(app) = cx.shared.app.as_deref_mut()
-            && let Some(conn) = app.sockets.get_mut(id)
         {
-            conn.refused = Some(reason);
+            app.sockets.refused(id, reason);
         }
         let Some(key) = self.bridges.key_of(flow) else {
             return self.end_app(flow, false, GONE, cx);
@@ -133,7 +134,10 @@ impl Device {
     fn guest_accepted(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         self.log_flow(flow, "connection opened");
         if let Some(id) = self.app.flows.get(flow) {
-            return Self::app_connected(id, cx);
+            if let Some(app) = cx.shared.app.as_deref_mut() {
+                app.sockets.connected(id);
+            }
+            return;
         }
         let Some(key) = self.bridges.key_of(flow) else {
             return;
@@ -175,7 +179,11 @@ impl Device {
             self.coalesced.forget(flow);
         }
         if let Some(id) = self.app.flows.get(flow) {
-            return self.app_peer_shut_down(id, receive, send, cx);
+            if let Some(app) = cx.shared.app.as_deref_mut() {
+                let store = &mut self.store();
+                app.sockets.peer_shut_down(id, receive, send, store);
+            }
+            return;
         }
         let Some(key) = self.bridges.key_of(flow) else {
             return;

@@ -28,6 +28,7 @@ use crate::device::host_sockets::HostSocket;
 use crate::device::host_sockets::hybrid::{self, Ahead};
 use crate::fallible;
 use crate::table::outgoing::{Outgoing, end};
+use crate::table::send_calls::SendCalls;
 
 /// Messages of a connection per turn.
 const BUDGET: usize = 64;
@@ -386,7 +387,8 @@ impl Device {
         };
         let done = self.fill_chains(&mut room, chains, len, write, cx);
         if done < len {
-            self.keep_outgoing(Outgoing::resumed(room, bytes, done));
+            let rest = Outgoing::resumed(room, bytes, done);
+            self.half(cx).keep_outgoing(rest);
         }
         Fill::More
     }

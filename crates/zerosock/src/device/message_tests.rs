@@ -2,6 +2,7 @@
 //! correct sibling sends.
 
 use std::sync::Arc;
+use std::time::Duration;
 use zerosock_proto::vsock::Shard;
 use zerosock_proto::wire::vsock::{Op, Repr};
 use zerosock_proto::{Address, Cid, Instant, Port};
@@ -15,7 +16,11 @@ use crate::device::host_sockets::HostSocket;
 use crate::device::state::bridge_state::BridgeEvent;
 use crate::device::state::flags::Flags;
 use crate::device::state::peer::Peer;
+use crate::device::state::program::App;
 use crate::device::state::sibling_message::SiblingMessage;
+use crate::table::leases::Leases;
+use crate::table::outgoing::Outgoing;
+use crate::table::send_calls::SendCalls;
 use crate::table::sockets::MessageEnd;
 
 /// The address of the sibling's service.
@@ -193,4 +198,22 @@ fn message_length_without_its_bytes_resets_the_connection() {
             .any(|one| matches!(one, SiblingMessage::Reset { .. }));
         assert!(told, "{sent:?}");
     }
+}
+
+/// The rest of a message of a host socket waits in the same queue as those of the embedding program.
+#[test]
+fn a_message_of_a_host_socket_does_not_count_as_sent_by_the_program() {
+    let mut joined = Joined::new();
+    let leases = Arc::new(Leases::new(8));
+    let app = App::new(leases, Duration::from_secs(1), 0, false);
+    joined.lab.shared.app = Some(Box::new(app));
+    let (device, mut cx) = joined.lab.lend();
+    let room = device.shard.reserve_message(joined.flow, 100).unwrap();
+    let message = Outgoing::new(room, vec![7; 100], false);
+    device.half(&mut cx).keep_outgoing(message);
+    while device.turn(&mut cx) {}
+    let app = cx.shared.app.as_deref().unwrap();
+    assert_eq!((app.tally.sent, app.tally.packets_sent), (0, 0));
+    let received = joined.guest.received();
+    assert_eq!(received.iter().map(|header| header.len).sum::<u32>(), 100);
 }

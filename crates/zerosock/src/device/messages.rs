@@ -12,13 +12,10 @@
 //! only if it can send all of it: a guest takes it with credit for the whole message or its
 //! connection is reset; a host socket takes it with one call.
 
-use std::io::IoSlice;
-
 use zerosock_proto::vsock::{FlowId, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
-use zerosock_ring::{Chain, GuestSlice};
+use zerosock_ring::Chain;
 
-use super::app::send_fault;
 use super::events::emit;
 use super::flush::share_of;
 use super::outbound::HeldChain;
@@ -27,12 +24,11 @@ use super::state::bridge::BridgePeer;
 use super::state::bridge_state::BridgeEvent;
 use super::state::flags::Flags;
 use super::to_guest::{Fill, MAX_READ_BUFFERS};
-use super::{Context, Device, TURN_BYTES};
+use super::{Context, Device};
 use crate::device::state::messages::Sending;
 use crate::device::state::sibling_message::SiblingMessage;
-use crate::table::outgoing::{Outgoing, Slices, end, len_of, put_all, whole};
-use crate::table::sockets::{Arrival, MessageEnd, StreamId};
-use crate::table::transfers::SendFault;
+use crate::table::outgoing::end;
+use crate::table::sockets::{Arrival, MessageEnd};
 
 impl Device {
     /// Handles a part of a message from the guest.
@@ -248,165 +244,5 @@ impl Device {
         cx.shared.counters.message_resets.add(1);
         self.warn("connection reset: bytes of a message are missing");
         self.reset_bridge(key, cx);
-    }
-
-    /// Sends a message of the program in one packet, in the common case: as
-    /// [`app_write_packet`](Self::app_write_packet). False: nothing was sent.
-    #[inline]
-    pub(crate) fn app_send_message_packet(
-        &mut self,
-        flow: FlowId,
-        slices: &[IoSlice<'_>],
-        ends_record: bool,
-        cx: &mut Context<'_>,
-    ) -> bool {
-        let fill = |body: GuestSlice<'_>| {
-            put_all(slices, |at, bytes| {
-                body.write(at, bytes);
-            });
-        };
-        self.app_send_packet(flow, len_of(slices), whole(ends_record), fill, cx)
-    }
-
-    /// Copies a message of the program into buffers of the guest: all of it, or nothing. The part
-    /// that finds no buffer is kept. Returns whether all of it was sent.
-    pub(crate) fn app_send_message(
-        &mut self,
-        id: StreamId,
-        flow: FlowId,
-        slices: &[IoSlice<'_>],
-        ends_record: bool,
-        cx: &mut Context<'_>,
-    ) -> Result<bool, SendFault> {
-        if self.shard.has_transmit() {
-            self.transmit_control(cx);
-        }
-        let mut slices = Slices::new(slices);
-        let total = u32::try_from(slices.left()).map_err(|_| SendFault::TooLong)?;
-        let pending = self.queues.is_command_pending();
-        let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
-        let Some(rx) = rx else {
-            self.wait_for_room(id, cx);
-            return Err(SendFault::WouldBlock);
-        };
-        let Some(mut chain) = rx.pop_if(HEADER_LEN + 1, true) else {
-            self.wait_for_room(id, cx);
-            return Err(SendFault::WouldBlock);
-        };
-        let mut room = match self.shard.reserve_message(flow, total) {
-            Ok(room) => room,
-            Err(error) => {
-                rx.queue.unpop(chain);
-                return Err(send_fault(error));
-            }
-        };
-        let mut packets = 0;
-        let rest = loop {
-            let most = (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize);
-            let len = slices.left().min(most);
-            slices.take(len, |at, bytes| {
-                let (memory, pieces) = (rx.queue.memory(), chain.writable());
-                memory.write(pieces, HEADER_LEN + at, bytes);
-            });
-            let last = end(slices.left(), ends_record);
-            match self.shard.commit_part(&mut room, len as u32, last) {
-                Ok(header) => emit(rx, chain, &header, len),
-                // Cannot happen: nothing ran since the credit was reserved.
-                Err(_) => {
-                    rx.complete(chain, 0);
-                    return Err(SendFault::Reset);
-                }
-            }
-            packets += 1;
-            if last.is_some() {
-                break None;
-            }
-            match rx.pop_if(HEADER_LEN + 1, true) {
-                Some(next) => chain = next,
-                None => break Some(Outgoing::from_slices(room, slices, ends_record)),
-            }
-        };
-        let all = rest.is_none();
-        if let Some(rest) = rest {
-            self.keep_outgoing(rest);
-        }
-        if let Some(app) = cx.shared.app.as_deref_mut() {
-            app.tally.sent += u64::from(total);
-            app.tally.copied_in += u64::from(total);
-            app.tally.packets_sent += packets;
-        }
-        Ok(all)
-    }
-
-    /// Keeps the rest of a message until there are buffers for it.
-    pub(super) fn keep_outgoing(&mut self, rest: Outgoing) {
-        self.starved = true;
-        self.outgoing.push_back(rest);
-    }
-
-    /// Whether the program may send a message: see
-    /// [`Backend::is_writable`](crate::table::backend::Backend::is_writable).
-    pub(crate) fn app_may_send(
-        &mut self,
-        id: StreamId,
-        flow: FlowId,
-        cx: &mut Context<'_>,
-    ) -> bool {
-        let pending = self.queues.is_command_pending();
-        let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
-        if !rx.is_some_and(|rx| rx.live() && rx.queue.posted() > 0) {
-            self.wait_for_room(id, cx);
-            return false;
-        }
-        self.shard.can_reserve_message(flow)
-    }
-
-    /// Whether the rest of a message is kept for this flow.
-    pub(crate) fn is_sending(&self, flow: FlowId) -> bool {
-        self.outgoing.iter().any(|kept| kept.room.flow() == flow)
-    }
-
-    /// Sends kept messages to the guest as far as there are buffers.
-    pub(super) fn send_outgoing(&mut self, cx: &mut Context<'_>) {
-        let Some(rx) = self.queues.rings.rx.as_mut() else {
-            return;
-        };
-        while self.moved < TURN_BYTES
-            && let Some(mut kept) = self.outgoing.pop_front()
-        {
-            let Some(chain) = rx.pop_if(HEADER_LEN + 1, true) else {
-                self.starved = true;
-                self.outgoing.push_front(kept);
-                return;
-            };
-            let most = (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize);
-            let len = kept.left().len().min(most);
-            let bytes = kept.left().get(..len).unwrap_or(&[]);
-            rx.queue.memory().write(chain.writable(), HEADER_LEN, bytes);
-            let last = kept.end(len);
-            match self.shard.commit_part(&mut kept.room, len as u32, last) {
-                Ok(header) => emit(rx, chain, &header, len),
-                // The connection has ended: drop the rest.
-                Err(_) => {
-                    rx.complete(chain, 0);
-                    continue;
-                }
-            }
-            kept.advance(len);
-            self.moved += len;
-            cx.shared.counters.tx_packets.add(1);
-            cx.shared.counters.tx_bytes.add(len as u64);
-            if let Some(app) = cx.shared.app.as_deref_mut() {
-                app.tally.packets_sent += 1;
-            }
-            if last.is_none() {
-                self.outgoing.push_front(kept);
-                continue;
-            }
-            // The sender may wait for the end of the message; no other event reports it.
-            if let Some(id) = self.app.flows.get(kept.room.flow()) {
-                Self::app_writable(id, cx);
-            }
-        }
     }
 }

@@ -22,8 +22,7 @@
 //!   of which the kernel reads the bytes later;
 //! - `datagrams`: datagrams of the guest, also by rule to sockets outside;
 //! - `messages`, `message_sockets`: connections that carry messages (SEQPACKET);
-//! - `app`, `app_store`, `lending`, `message_loans`: connections with the program that
-//!   embeds the device;
+//! - `app`, `app_store`, `half`, `lending`: connections with the program that embeds the device;
 //! - `traffic`: what each device has counted, for reports;
 //! - `teardown`: the end of all connections, in parts; `stopped`: their end after a long stop;
 //! - `virtio`: turns, events and commands of the VMM;
@@ -36,7 +35,6 @@ pub(crate) mod app_store;
 mod arming_tests;
 mod backlog;
 mod callers;
-mod coalescing;
 mod connecting;
 mod connection_log;
 pub(crate) mod datagrams;
@@ -51,6 +49,7 @@ mod guest_backlog;
 mod guest_backlog_random_tests;
 #[cfg(test)]
 mod guest_backlog_tests;
+mod half;
 mod handshakes;
 pub(crate) mod host_sockets;
 #[cfg(test)]
@@ -58,7 +57,6 @@ mod lab;
 pub(crate) mod lending;
 mod lingering;
 mod listeners;
-mod message_loans;
 mod message_sockets;
 #[cfg(test)]
 mod message_tests;

@@ -13,6 +13,7 @@ use super::state::bridge_state::BridgeEvent;
 use super::state::flags::Flags;
 use super::{Context, Device, TURN_BYTES};
 use crate::table::outgoing::Outgoing;
+use crate::table::send_calls::SendCalls;
 use arrayvec::ArrayVec;
 use rustix::io::Errno;
 use zerosock_proto::vsock::{FlowId, Reservation, ReserveError, Shard};
@@ -52,7 +53,7 @@ impl Device {
         };
         self.transmit_control(cx);
         if !self.outgoing.is_empty() {
-            self.send_outgoing(cx);
+            self.half(cx).send_outgoing();
         }
         // Datagrams have budgets of their own: they never delay a stream.
         let moved = self.moved;
@@ -129,7 +130,7 @@ impl Device {
             emit(rx, chain, &packet.header, 0);
             cx.shared.counters.tx_packets.add(1);
         }
-        self.send_coalesced(cx);
+        self.half(cx).send_coalesced();
     }
 
     /// Sends the guest the header that goes before the bytes of a client. To a connection that carries
@@ -148,7 +149,7 @@ impl Device {
                 Ok(room) => {
                     let header = std::mem::take(header);
                     self.outgoing.push_back(Outgoing::new(room, header, false));
-                    self.send_outgoing(cx);
+                    self.half(cx).send_outgoing();
                     return Fill::More;
                 }
                 Err(ReserveError::TooLong) => {

@@ -602,7 +602,8 @@ fn connections_of_the_program_that_end_together_per_turn_are_bounded() {
             .shard
             .connect(now, local, peer, SocketType::Stream)
             .unwrap();
-        let id = sockets.insert(pool, flow, StreamState::Connecting, local, peer);
+        let state = StreamState::Connecting;
+        let id = sockets.insert(pool, flow, state, local, peer, SocketType::Stream);
         device.app.flows.reserve(flow).unwrap();
         device.app.flows.insert(flow, id);
     }

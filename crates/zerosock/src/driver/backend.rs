@@ -10,19 +10,22 @@ use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_proto::vsock::{ConnectError, Directions, FlowId, ListenError, Shard};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
-use zerosock_ring::GuestSlice;
 use zerosock_virtio::poller::Events;
 
 use super::queue_pairs::{QueuePair, QueuePairId, RxSlot};
 use super::store::Buffers;
-use super::{Driver, DriverError, SendError, StreamId, lending};
+use super::{Driver, DriverError, StreamId};
 use crate::fault::Fault;
 use crate::table::calls::TableAccess;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
-use crate::table::outgoing::{Outgoing, len_of, put_all, whole};
+use crate::table::loan_calls::LoanCalls;
+use crate::table::loans::LoanOf;
+use crate::table::message_loan_calls::MessageLoanCalls;
+use crate::table::outgoing::is_kept;
 use crate::table::over::EndpointEnded;
+use crate::table::send_calls::SendCalls;
 use crate::table::sockets::{Copied, LeaseParts, NoLease, ReadyFlag, Shown, Sockets};
 use crate::table::{
     backend::{Backend, EndpointStats, ReadySource},
@@ -30,6 +33,14 @@ use crate::table::{
 };
 
 impl Driver {
+    /// Ends a loan that was dropped unsent.
+    pub(super) fn drop_loan(&mut self, index: u32) {
+        if let Some(loan) = self.loans.get(index) {
+            let queue_pair = QueuePairId::of_pool(loan.half);
+            self.half(queue_pair).drop_loan(index);
+        }
+    }
+
     /// Declares whether the application trusts the peer not to write leased bytes.
     pub(crate) fn set_trusted(&mut self, trusted: bool) {
         self.trusted = trusted;
@@ -270,19 +281,20 @@ impl Backend for Driver {
 
     fn handle_dropped(&mut self, index: u32) {
         if !self.sockets.end_lease(index, &mut self.store) {
-            self.end_lent(index);
+            self.drop_loan(index);
         }
     }
 
     #[inline]
     fn write(&mut self, id: StreamId, bytes: &[u8], publish: Publish) -> Result<usize, SendFault> {
-        let fill = |payload: GuestSlice<'_>| {
-            payload.write(0, bytes);
-        };
-        if self.send_packet(id, bytes.len(), 0, publish, fill) {
+        let (queue_pair, flow) = self.sender(id)?;
+        if self.half(queue_pair).write_whole(flow, bytes) {
+            if publish == Publish::Now {
+                self.publish(queue_pair);
+            }
             return Ok(bytes.len());
         }
-        let sent = self.send(id, bytes).map_err(lending::fault)?;
+        let sent = self.half(queue_pair).write(id, flow, bytes)?;
         if publish == Publish::Now {
             Driver::flush(self);
         }
@@ -290,7 +302,15 @@ impl Backend for Driver {
     }
 
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
-        self.lend(id, max)
+        let (queue_pair, flow) = self.sender(id)?;
+        let mut half = self.half(queue_pair);
+        let has_sent = half.send_before_loan(flow);
+        let loan = half.lend(id, flow, max);
+        if has_sent {
+            // At once: the program may keep the loan.
+            Driver::flush(self);
+        }
+        loan
     }
 
     fn send_loan(
@@ -299,7 +319,17 @@ impl Backend for Driver {
         len: usize,
         private: Option<&[u8]>,
     ) -> Result<usize, SendFault> {
-        self.send_lent(index, len, private)
+        let loan = self.loans.get(index).ok_or(SendFault::Unknown)?;
+        let LoanOf::Stream(id) = loan.of else {
+            return Err(SendFault::Unknown);
+        };
+        match self.sender(id) {
+            Ok((queue_pair, flow)) => self.half(queue_pair).send_loan(index, flow, len, private),
+            Err(fault) => {
+                self.drop_loan(index);
+                Err(fault)
+            }
+        }
     }
 
     fn send_message(
@@ -308,22 +338,20 @@ impl Backend for Driver {
         slices: &[IoSlice<'_>],
         ends_record: bool,
     ) -> Result<bool, SendFault> {
-        let fill = |payload: GuestSlice<'_>| {
-            put_all(slices, |at, bytes| {
-                payload.write(at, bytes);
-            });
-        };
-        if self.send_packet(id, len_of(slices), whole(ends_record), Publish::Now, fill) {
+        let (queue_pair, flow) = self.sender(id)?;
+        let mut half = self.half(queue_pair);
+        if half.send_whole_message(flow, slices, ends_record) {
+            self.publish(queue_pair);
             return Ok(true);
         }
-        let all = self.put_message(id, slices, ends_record);
-        let all = all.map_err(lending::fault)?;
+        let all = half.send_message(id, flow, slices, ends_record)?;
         Driver::flush(self);
         Ok(all)
     }
 
     fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {
-        self.lend_message(id, len)
+        let (queue_pair, flow) = self.sender(id)?;
+        self.half(queue_pair).lend_message(id, flow, len)
     }
 
     fn send_message_loan(
@@ -332,34 +360,30 @@ impl Backend for Driver {
         parts: &[LoanedPart<'_>],
         ends_record: bool,
     ) -> Result<bool, SendFault> {
-        self.send_lent_message(id, parts, ends_record)
+        match self.sender(id) {
+            Ok((queue_pair, _)) => self
+                .half(queue_pair)
+                .send_message_loan(id, parts, ends_record),
+            Err(fault) => {
+                for part in parts {
+                    self.drop_loan(part.index);
+                }
+                Err(fault)
+            }
+        }
     }
 
     fn is_sending(&self, id: StreamId) -> bool {
         let Some((queue_pair, flow)) = self.flow_of(id) else {
             return false;
         };
-        let kept = |kept: &Outgoing| kept.room.flow() == flow;
-        self.store.queue_pairs[queue_pair].outgoing.iter().any(kept)
+        is_kept(&self.store.queue_pairs[queue_pair].outgoing, flow)
     }
 
     fn may_send_message(&mut self, id: StreamId) -> bool {
-        match self.sendable(id) {
-            Ok((queue_pair, flow)) => {
-                if !self.store.queue_pairs[queue_pair].tx.has_data_slot() {
-                    // The next turn reports a broken ring.
-                    let _ = self.store.queue_pairs[queue_pair].tx.reap();
-                    if !self.store.queue_pairs[queue_pair].tx.has_data_slot() {
-                        self.wait_for_slot(id);
-                        return false;
-                    }
-                }
-                self.store.queue_pairs[queue_pair]
-                    .shard
-                    .can_reserve_message(flow)
-            }
-            Err(SendError::NotConnected) => false,
-            Err(_) => true,
+        match self.sender(id) {
+            Ok((queue_pair, flow)) => self.half(queue_pair).may_send_message(id, flow),
+            Err(fault) => fault != SendFault::NotConnected,
         }
     }
 
@@ -368,20 +392,7 @@ impl Backend for Driver {
     }
 
     fn stats(&self) -> EndpointStats {
-        let counted = self.sockets.counted();
-        EndpointStats {
-            received: counted.received,
-            received_in_place: counted.in_place(),
-            copied_aside: counted.copied_aside,
-            copied_out: counted.copied_out,
-            sent: self.stats.tx_bytes,
-            sent_in_place: self.loans.sent_in_place,
-            copied_in: self.loans.copied_in,
-            packets_received: self.stats.rx_packets,
-            packets_sent: self.stats.tx_packets,
-            notifications: self.stats.kicks,
-            sleeps: 0,
-        }
+        EndpointStats::new(&self.tally, self.sockets.counted())
     }
 
     fn datagrams(&mut self) -> Option<&mut dyn DatagramBackend> {

@@ -49,12 +49,10 @@ impl Driver {
         }
         let local = shard.flow(flow).map_or(local, |info| info.local);
         let state = StreamState::Connecting;
+        let pool = queue_pair.pool();
         let stream = self
             .sockets
-            .insert(queue_pair.pool(), flow, state, local, peer);
-        if socket_type == SocketType::SeqPacket {
-            self.sockets.carry_messages(stream);
-        }
+            .insert(pool, flow, state, local, peer, socket_type);
         self.store.queue_pairs[queue_pair]
             .flows
             .insert(flow, stream);

@@ -5,6 +5,7 @@ use std::io;
 use zerosock_ring::{AddError, DriverError as RingError};
 
 use crate::fault::Fault;
+pub use crate::table::transfers::SendFault as SendError;
 
 /// The driver cannot continue: the device broke a ring, or a system call failed.
 #[derive(Debug, thiserror::Error)]
@@ -29,33 +30,6 @@ impl DriverError {
             DriverError::Add(_) | DriverError::Wait(_) => Fault::System,
         }
     }
-}
-
-/// Why nothing was sent.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum SendError {
-    /// No credit or no free buffer: a `Writable` event follows.
-    #[error("no credit or transmit buffer is available")]
-    WouldBlock,
-    /// The connection is not established yet.
-    #[error("the connection is not established yet")]
-    NotConnected,
-    /// This side shut down sending, or the peer shut down receiving (EPIPE).
-    #[error("the connection is shut down for sending")]
-    ShutDown,
-    /// The connection was reset.
-    #[error("the connection was reset")]
-    Reset,
-    /// The message exceeds the peer's receive buffer (EMSGSIZE).
-    #[error("the message is larger than the peer's buffer")]
-    TooLong,
-    /// No such connection.
-    #[error("no such connection")]
-    Unknown,
-    /// The driver cannot go on.
-    #[error(transparent)]
-    Driver(#[from] DriverError),
 }
 
 /// Why nothing was received.

@@ -46,7 +46,7 @@ impl Drop for ShownPackets<'_> {
             // Otherwise the caller counts them.
             driver.sockets.count_shown(bytes);
         }
-        driver.stats.rx_packets += self.taken;
+        driver.tally.packets_received += self.taken;
         if bytes > 0 {
             driver
                 .store
@@ -86,7 +86,7 @@ impl Driver {
                 cost += self.datagrams.take_cost();
             }
         }
-        self.stats.rx_packets += u64::from(taken);
+        self.tally.packets_received += u64::from(taken);
         Ok(taken > 0)
     }
 
@@ -190,7 +190,7 @@ impl Driver {
                 None => {}
             }
         }
-        self.stats.rx_packets += u64::from(taken);
+        self.tally.packets_received += u64::from(taken);
         if self.store.queue_pairs[queue_pair].shard.has_events() {
             self.take_core_events(self.now());
         }
@@ -365,20 +365,14 @@ impl Driver {
                 } => self.incoming(now, (queue_pair, flow), local, peer, socket_type),
                 Event::Connected { flow } => {
                     if let Some(stream) = self.flow(queue_pair, flow) {
-                        self.set_state(stream, StreamState::Connected);
-                        self.sockets.set_ready(stream, ReadyFlag::Connected);
+                        self.sockets.connected(stream);
                     }
                 }
                 Event::Refused { flow, reason } => {
-                    let ended = self.store.queue_pairs[queue_pair].flows.remove(flow);
-                    if let Some(stream) = ended {
-                        self.set_state(stream, StreamState::Reset);
-                        if let Some(entry) = self.sockets.get_mut(stream) {
-                            entry.flow = None;
-                            entry.refused = Some(reason);
-                        }
-                        self.sockets.set_ready(stream, ReadyFlag::Refused);
+                    if let Some(stream) = self.flow(queue_pair, flow) {
+                        self.sockets.refused(stream, reason);
                     }
+                    self.closed(queue_pair, flow, false);
                 }
                 Event::PeerShutdown {
                     flow,
@@ -388,16 +382,9 @@ impl Driver {
                     if receive {
                         self.store.queue_pairs[queue_pair].coalesced.forget(flow);
                     }
-                    if let Some(stream) = self.flow(queue_pair, flow)
-                        && let Some(entry) = self.sockets.get_mut(stream)
-                    {
-                        entry.peer_send_shutdown |= send;
-                        entry.peer_recv_shutdown |= receive;
-                        if send {
-                            self.sockets
-                                .discard_incomplete_message(stream, &mut self.store);
-                        }
-                        self.sockets.set_ready(stream, ReadyFlag::PeerShutdown);
+                    if let Some(stream) = self.flow(queue_pair, flow) {
+                        self.sockets
+                            .peer_shut_down(stream, receive, send, &mut self.store);
                     }
                 }
                 Event::Writable { flow } => {
@@ -438,13 +425,10 @@ impl Driver {
                     .shard
                     .set_buf_alloc(flow, bytes);
             }
-            let state = StreamState::Connected;
+            let (pool, state) = (queue_pair.pool(), StreamState::Connected);
             let stream = self
                 .sockets
-                .insert(queue_pair.pool(), flow, state, local, peer);
-            if socket_type == SocketType::SeqPacket {
-                self.sockets.carry_messages(stream);
-            }
+                .insert(pool, flow, state, local, peer, socket_type);
             self.store.queue_pairs[queue_pair]
                 .flows
                 .insert(flow, stream);
@@ -452,29 +436,12 @@ impl Driver {
         }
     }
 
+    /// The flow of a connection has ended.
     pub(super) fn closed(&mut self, queue_pair: QueuePairId, flow: FlowId, orderly: bool) {
-        self.store.queue_pairs[queue_pair].coalesced.forget(flow);
-        let ended = self.store.queue_pairs[queue_pair].flows.remove(flow);
-        let Some(stream) = ended else {
-            return;
-        };
-        let Some(entry) = self.sockets.get_mut(stream) else {
-            return;
-        };
-        entry.flow = None;
-        entry.state = if orderly {
-            StreamState::Finished
-        } else {
-            StreamState::Reset
-        };
-        self.sockets
-            .discard_incomplete_message(stream, &mut self.store);
-        self.sockets.set_ready(stream, ReadyFlag::Closed);
-    }
-
-    fn set_state(&mut self, stream: StreamId, state: StreamState) {
-        if let Some(entry) = self.sockets.get_mut(stream) {
-            entry.state = state;
+        let of = &mut self.store.queue_pairs[queue_pair];
+        of.coalesced.forget(flow);
+        if let Some(stream) = of.flows.remove(flow) {
+            self.sockets.ended(stream, orderly, &mut self.store);
         }
     }
 }

@@ -36,16 +36,13 @@ mod config;
 mod datagrams;
 mod errors;
 mod events;
+mod half;
 #[cfg(test)]
 mod hostile_tests;
 mod intake;
-mod lending;
 mod link;
-mod loans;
-mod message_loans;
 #[cfg(test)]
 mod message_tests;
-pub(crate) mod messages;
 mod queue_pairs;
 mod queues;
 mod setup;
@@ -69,17 +66,18 @@ pub use config::{ConfigError, DriverConfig};
 pub use errors::{DriverError, RecvError, SendError, WaitError};
 pub use events::{DriverEvent, DriverStats};
 pub use link::DriverAttachError;
-pub use loans::Loan;
 pub use queues::QueueSetupError;
 pub use zerosock_proto::vsock::Directions;
 pub use zerosock_proto::{Address, Cid, Port};
 pub use zerosock_vhost_user::frontend::{Frontend, FrontendError, VringAddr};
 
 use crate::table::listeners::Listeners;
+use crate::table::loans::Loans;
+use crate::table::send_calls::SendCalls;
 use crate::table::sockets::Sockets;
+use crate::table::tally::Tally;
 use datagrams::Datagrams;
 use link::{EVENT, Link};
-use loans::Loans;
 use queue_pairs::{QueuePair, QueuePairId, RxSlot};
 use queues::EventQueue;
 use store::Buffers;
@@ -110,7 +108,8 @@ pub struct Driver {
     cid: Cid,
     epoch: time::Instant,
     sockets: Sockets<RxSlot>,
-    loans: Loans,
+    loans: Loans<u16>,
+    tally: Tally,
     datagrams: Datagrams,
     listeners: Listeners,
     /// [`DriverEvent::TransportReset`] has not been returned by [`next_event`](Driver::next_event).
@@ -139,6 +138,10 @@ impl Driver {
     pub fn stats(&self) -> DriverStats {
         let counted = self.sockets.counted();
         DriverStats {
+            tx_packets: self.tally.packets_sent,
+            tx_bytes: self.tally.sent,
+            rx_packets: self.tally.packets_received,
+            kicks: self.tally.notifications,
             rx_bytes: counted.received,
             rx_overflow_bytes: counted.copied_aside,
             rx_malformed: self.stats.rx_malformed + self.datagrams.malformed,
@@ -312,14 +315,14 @@ impl Driver {
     /// device keeps writing the memory. An error recurs in the next turn, which reports it.
     fn receive_before_hang_up(&mut self, now: Instant) {
         let slots = usize::from(self.config.slots()) * self.store.queue_pairs.len();
-        let end = self.stats.rx_packets + slots as u64;
+        let end = self.tally.packets_received + slots as u64;
         loop {
             // Unread bytes are copied to make room.
             for queue_pair in self.store.queue_pairs.ids() {
                 self.sockets
                     .recall(queue_pair.pool(), false, &mut self.store);
             }
-            if !self.take_packets(now).unwrap_or(false) || self.stats.rx_packets >= end {
+            if !self.take_packets(now).unwrap_or(false) || self.tally.packets_received >= end {
                 break;
             }
         }
@@ -336,18 +339,8 @@ impl Driver {
             if self.store.queue_pairs[id].shard.has_transmit() {
                 let _ = self.transmit_control_of(id, self.now());
             }
-            let queue_pair = &mut self.store.queue_pairs[id];
-            // Sent packets first: each publication waits until its stores have reached the device,
-            // and the device waits for packets rather than for buffers.
-            if queue_pair.tx.publish() {
-                self.event_fds.kick(id.tx());
-                self.stats.kicks += 1;
-            }
-            if queue_pair.rx.publish() {
-                self.event_fds.kick(id.rx());
-                self.stats.kicks += 1;
-            }
-            if queue_pair.blocked && self.armed && !self.is_blocked(id) {
+            self.publish(id);
+            if self.store.queue_pairs[id].blocked && self.armed && !self.is_blocked(id) {
                 // A sleeping thread does not know of packets that may be received now.
                 self.store.queue_pairs[id].blocked = false;
                 self.watch.wake();
@@ -355,14 +348,31 @@ impl Driver {
         }
         if self.event_queue.publish() {
             self.event_fds.kick(EVENT);
-            self.stats.kicks += 1;
+            self.tally.notifications += 1;
+        }
+    }
+
+    /// Publishes the packets and the returned slots of a queue pair. Packets first: each publication waits
+    /// until its stores have reached the device, and the device waits for packets rather than for buffers.
+    #[inline(always)] // every packet
+    fn publish(&mut self, id: QueuePairId) {
+        let queue_pair = &mut self.store.queue_pairs[id];
+        let (kick_tx, kick_rx) = (queue_pair.tx.publish(), queue_pair.rx.publish());
+        if kick_tx {
+            self.event_fds.kick(id.tx());
+            self.tally.notifications += 1;
+        }
+        if kick_rx {
+            self.event_fds.kick(id.rx());
+            self.tally.notifications += 1;
         }
     }
 
     /// Requests notifications. Returns true if work arrived meanwhile, for which no notification
     /// may come.
     fn arm(&mut self) -> bool {
-        if self.store.queue_pairs.iter().any(|pair| pair.tx.is_dirty()) {
+        let has_unsent = |pair: &QueuePair| pair.tx.is_dirty() || pair.shard.has_transmit();
+        if self.store.queue_pairs.iter().any(has_unsent) {
             // A request for credit, of a send that found none.
             self.flush();
         }
@@ -441,9 +451,7 @@ impl Driver {
                 }
             }
         }
-        if self.store.queue_pairs[queue_pair].shard.has_data() {
-            self.send_coalesced(queue_pair, now)?;
-        }
+        self.half(queue_pair).send_coalesced();
         Ok(())
     }
 
@@ -456,15 +464,14 @@ impl Driver {
         slot: u16,
         repr: &Repr,
     ) -> Result<(), DriverError> {
-        self.store.queue_pairs[queue_pair].send(slot, repr, |_| ())?;
+        self.store.queue_pairs[queue_pair].send(slot, repr)?;
         self.count_sent(repr);
         Ok(())
     }
 
     #[inline]
     fn count_sent(&mut self, repr: &Repr) {
-        self.stats.tx_packets += 1;
-        self.stats.tx_bytes += u64::from(repr.len);
+        self.tally.count_sent(repr.len);
     }
 
     /// Wakes the senders that wait for slots, if there are some.
@@ -482,7 +489,7 @@ impl Driver {
             return;
         }
         if !of.outgoing.is_empty() {
-            self.send_outgoing(queue_pair);
+            self.half(queue_pair).send_outgoing();
             if !self.store.queue_pairs[queue_pair].outgoing.is_empty() {
                 return;
             }

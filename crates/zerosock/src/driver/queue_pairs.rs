@@ -11,9 +11,9 @@ use std::ops::{Index, IndexMut};
 use zerosock_proto::vsock::Shard;
 use zerosock_proto::vsock::pairs::{rx_queue, tx_queue};
 use zerosock_proto::wire::vsock::Repr;
-use zerosock_ring::{AddError, GuestSlice};
+use zerosock_ring::AddError;
 
-use super::arena::{PAYLOAD, PairSlots};
+use super::arena::PairSlots;
 use super::queues::{RxQueue, TxQueue};
 use crate::header;
 use crate::table::coalesced::CoalescedWrites;
@@ -77,6 +77,8 @@ pub(crate) struct QueuePair {
     pub(super) waiters: Waiters,
     /// Partly sent messages that wait for slots.
     pub(super) outgoing: VecDeque<Outgoing>,
+    /// Transmit slots on loan for connections.
+    pub(super) lent: u16,
     /// Coalesced small writes.
     pub(super) coalesced: CoalescedWrites,
     /// Packets wait in the ring because of the limits on held buffers, and no notification was
@@ -94,22 +96,17 @@ impl QueuePair {
             flows: Flows::default(),
             waiters: Waiters::default(),
             outgoing: VecDeque::new(),
+            lent: 0,
             coalesced: CoalescedWrites::default(),
             blocked: false,
         }
     }
 
-    /// Lets `fill` write the payload into slot `slot`, writes the header, and queues the packet.
+    /// Writes the header into slot `slot`, which has the payload, and queues the packet.
     #[inline(always)] // keeps the header in registers
-    pub(super) fn send(
-        &mut self,
-        slot: u16,
-        repr: &Repr,
-        fill: impl FnOnce(GuestSlice<'_>),
-    ) -> Result<(), AddError> {
+    pub(super) fn send(&mut self, slot: u16, repr: &Repr) -> Result<(), AddError> {
         let slots = &self.slots;
         if let Some(packet) = slots.tx_packets.slice(&slots.memory, slot) {
-            fill(packet.part(PAYLOAD, usize::MAX));
             header::store(packet, repr);
         }
         self.tx.push(slot)
@@ -179,7 +176,7 @@ impl QueuePairSet {
 impl Index<QueuePairId> for QueuePairSet {
     type Output = QueuePair;
 
-    #[inline]
+    #[inline(always)] // every packet
     fn index(&self, queue_pair: QueuePairId) -> &QueuePair {
         match queue_pair.0 {
             0 => &self.first,
@@ -189,7 +186,7 @@ impl Index<QueuePairId> for QueuePairSet {
 }
 
 impl IndexMut<QueuePairId> for QueuePairSet {
-    #[inline]
+    #[inline(always)] // every packet
     fn index_mut(&mut self, queue_pair: QueuePairId) -> &mut QueuePair {
         match queue_pair.0 {
             0 => &mut self.first,

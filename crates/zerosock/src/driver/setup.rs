@@ -12,14 +12,15 @@ use zerosock_ring::DriverLayout;
 use super::arena::Arena;
 use super::datagrams::Datagrams;
 use super::link::{DriverAttachError, EVENT, Link};
-use super::loans::Loans;
 use super::queue_pairs::{QueuePair, QueuePairId, QueuePairSet};
 use super::queues::{EventQueue, RxQueue, TxQueue};
 use super::store::Buffers;
 use super::{Driver, DriverConfig, DriverStats, FrontendError, HOLD, MOST_COPIED};
 use crate::table::leases::Leases;
 use crate::table::listeners::Listeners;
+use crate::table::loans::Loans;
 use crate::table::sockets::Sockets;
+use crate::table::tally::Tally;
 use zerosock_vhost_user::frontend::QueueEventFds;
 use zerosock_virtio::watch::Watch;
 
@@ -74,7 +75,6 @@ impl Driver {
         // Each slot can be on a lease or a loan, and as many copies on lease.
         let count = usize::from(config.slots());
         let lease_table = Leases::new((4 * count * slots.len()).max(256));
-        let loans = Loans::new(lease_table.capacity(), slots.len(), config.slots());
         let mut datagrams = Datagrams::new(cid);
         datagrams.negotiated(link.datagrams, link.datagram_flow);
         let mut sockets = Sockets::new(Arc::new(lease_table), HOLD, MOST_COPIED);
@@ -105,7 +105,8 @@ impl Driver {
         Ok(Driver {
             store: Buffers::new(arena, queue_pairs),
             sockets,
-            loans,
+            loans: Loans::default(),
+            tally: Tally::default(),
             datagrams,
             event_fds,
             watch,

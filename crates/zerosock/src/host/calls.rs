@@ -12,13 +12,16 @@ use zerosock_proto::{Address, Port};
 
 use super::stores::AllStores;
 use super::{HostBackend, IDLE_CHECKS};
-use crate::device::state::loans::LoanOf;
 use crate::device::state::program::App;
 use crate::device::{Context, Device, Worker};
 use crate::table::calls::TableAccess;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::leases::Leases;
+use crate::table::loan_calls::LoanCalls;
+use crate::table::loans::LoanOf;
+use crate::table::message_loan_calls::MessageLoanCalls;
 use crate::table::over::EndpointEnded;
+use crate::table::send_calls::SendCalls;
 use crate::table::sockets::{Copied, ReadyFlag, Sockets, StreamId};
 use crate::table::{
     backend::{Backend, EndpointStats, ReadySource},
@@ -271,7 +274,8 @@ impl Backend for HostBackend {
 
     fn copy_of(&self, index: u32) -> Option<Copied> {
         let app = self.app()?;
-        app.sockets.copy_of(index).or_else(|| app.loan_copy(index))
+        let copy = app.sockets.copy_of(index);
+        copy.or_else(|| app.loans.get(index)?.copy.clone())
     }
 
     #[inline]
@@ -300,22 +304,21 @@ impl Backend for HostBackend {
         if app.sockets.end_lease(index, &mut store) {
             return;
         }
-        let Some((_, vm)) = app.loan_at(index) else {
-            return;
-        };
-        self.drop_loan(index, vm);
+        if let Some((_, vm)) = self.loan_at(index) {
+            self.drop_loan(index, vm);
+        }
     }
 
     #[inline]
     fn write(&mut self, id: StreamId, bytes: &[u8], publish: Publish) -> Result<usize, SendFault> {
         let (vm, flow) = self.sender(id)?;
         let send =
-            |device: &mut Device, cx: &mut Context<'_>| device.app_write_packet(flow, bytes, cx);
+            |device: &mut Device, cx: &mut Context<'_>| device.half(cx).write_whole(flow, bytes);
         if self.send_packet(vm, publish, send) {
             return Ok(bytes.len());
         }
         let sent = self
-            .with_device(vm, |device, cx| device.app_write(id, flow, bytes, cx))
+            .with_device(vm, |device, cx| device.half(cx).write(id, flow, bytes))
             .ok_or(SendFault::Reset)??;
         if publish == Publish::Now {
             self.flush_changed();
@@ -328,11 +331,9 @@ impl Backend for HostBackend {
         let (vm, flow) = self.sender(id)?;
         let mut has_sent = false;
         let loan = self.with_device(vm, |device, cx| {
-            has_sent = device.must_send_before_loan(flow);
-            if has_sent {
-                device.send_before_loan(flow, cx);
-            }
-            device.app_loan(id, flow, max, cx)
+            let mut half = device.half(cx);
+            has_sent = half.send_before_loan(flow);
+            half.lend(id, flow, max)
         });
         if has_sent {
             // At once: the program may keep the loan.
@@ -348,8 +349,7 @@ impl Backend for HostBackend {
         len: usize,
         private: Option<&[u8]>,
     ) -> Result<usize, SendFault> {
-        let loan = self.app().and_then(|app| app.loan_at(index));
-        let Some((LoanOf::Stream(id), vm)) = loan else {
+        let Some((LoanOf::Stream(id), vm)) = self.loan_at(index) else {
             return Err(SendFault::Unknown);
         };
         let (_, flow) = match self.sender(id) {
@@ -360,7 +360,7 @@ impl Backend for HostBackend {
             }
         };
         let sent = self.with_device(vm, |device, cx| {
-            device.app_send_loan(index, flow, len, private, cx)
+            device.half(cx).send_loan(index, flow, len, private)
         });
         sent.unwrap_or_else(|| {
             self.drop_loan(index, vm);
@@ -376,14 +376,16 @@ impl Backend for HostBackend {
     ) -> Result<bool, SendFault> {
         let (vm, flow) = self.sender(id)?;
         let send = |device: &mut Device, cx: &mut Context<'_>| {
-            device.app_send_message_packet(flow, slices, ends_record, cx)
+            device
+                .half(cx)
+                .send_whole_message(flow, slices, ends_record)
         };
         if self.send_packet(vm, Publish::Now, send) {
             return Ok(true);
         }
         let all = self
             .with_device(vm, |device, cx| {
-                device.app_send_message(id, flow, slices, ends_record, cx)
+                device.half(cx).send_message(id, flow, slices, ends_record)
             })
             .ok_or(SendFault::Reset)??;
         self.flush_changed();
@@ -392,7 +394,7 @@ impl Backend for HostBackend {
 
     fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {
         let (vm, flow) = self.sender(id)?;
-        self.with_device(vm, |device, cx| device.app_loan_message(id, flow, len, cx))
+        self.with_device(vm, |device, cx| device.half(cx).lend_message(id, flow, len))
             .ok_or(SendFault::Reset)?
     }
 
@@ -402,9 +404,7 @@ impl Backend for HostBackend {
         parts: &[LoanedPart<'_>],
         ends_record: bool,
     ) -> Result<bool, SendFault> {
-        let head = parts
-            .first()
-            .and_then(|part| self.app()?.loan_at(part.index));
+        let head = parts.first().and_then(|part| self.loan_at(part.index));
         let Some((LoanOf::Message, vm)) = head else {
             return Err(SendFault::Unknown);
         };
@@ -420,7 +420,7 @@ impl Backend for HostBackend {
             return Err(fault);
         }
         self.with_device(vm, |device, cx| {
-            device.app_send_message_loan(id, parts, ends_record, cx)
+            device.half(cx).send_message_loan(id, parts, ends_record)
         })
         .ok_or(SendFault::Reset)?
     }
@@ -441,27 +441,14 @@ impl Backend for HostBackend {
         };
         let now = self.now;
         let (device, mut cx) = self.worker.lend(vm, now);
-        device.is_none_or(|device| device.app_may_send(id, flow, &mut cx))
+        device.is_none_or(|device| device.half(&mut cx).may_send_message(id, flow))
     }
 
     fn stats(&self) -> EndpointStats {
-        let Some(App { sockets, tally, .. }) = self.app() else {
-            return EndpointStats::default();
-        };
-        let counted = sockets.counted();
-        EndpointStats {
-            received: counted.received,
-            received_in_place: counted.leased,
-            copied_aside: counted.copied_aside,
-            copied_out: counted.copied_out,
-            sent: tally.sent,
-            sent_in_place: tally.sent_in_place,
-            copied_in: tally.copied_in,
-            packets_received: tally.packets_received,
-            packets_sent: tally.packets_sent,
-            notifications: tally.notifications,
-            sleeps: 0,
-        }
+        let app = self.app();
+        app.map_or_else(EndpointStats::default, |app| {
+            EndpointStats::new(&app.tally, app.sockets.counted())
+        })
     }
 
     fn datagrams(&mut self) -> Option<&mut dyn DatagramBackend> {

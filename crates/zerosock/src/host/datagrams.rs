@@ -6,9 +6,10 @@ use zerosock_proto::{Address, Cid, Instant};
 
 use super::HostBackend;
 use crate::device::datagrams::NotPut;
-use crate::device::state::loans::LoanOf;
 use crate::device::state::program::App;
 use crate::table::datagrams::{DatagramBackend, DatagramFault};
+use crate::table::loan_calls::LoanCalls;
+use crate::table::loans::LoanOf;
 use crate::table::transfers::LoanParts;
 use zerosock_virtio::device::WorkerDevice;
 
@@ -131,9 +132,14 @@ impl DatagramBackend for HostBackend {
         len: usize,
     ) -> Result<LoanParts, DatagramFault> {
         let (_, vm) = self.may_send_datagram(id, to, len)?;
-        let parts = self
-            .with_device(vm, |device, cx| device.app_loan_datagram(id, to, len, cx))
-            .ok_or(DatagramFault::Unreachable)?;
+        let parts = self.with_device(vm, |device, cx| {
+            let parts = device.half(cx).lend_datagram(id, to, len);
+            if matches!(parts, Err(DatagramFault::WouldBlock)) {
+                device.want_datagram_room();
+            }
+            parts
+        });
+        let parts = parts.ok_or(DatagramFault::Unreachable)?;
         if matches!(parts, Err(DatagramFault::WouldBlock)) {
             self.wait_for_datagram_room(id, vm);
         }
@@ -146,8 +152,7 @@ impl DatagramBackend for HostBackend {
         len: usize,
         private: Option<&[u8]>,
     ) -> Result<(), DatagramFault> {
-        let loan = self.app().and_then(|app| app.loan_at(index));
-        let Some((LoanOf::Datagram(id, to), vm)) = loan else {
+        let Some((LoanOf::Datagram(id, to), vm)) = self.loan_at(index) else {
             return Err(DatagramFault::Unknown);
         };
         let (from, vm) = match self.may_send_datagram(id, to, len) {

@@ -35,8 +35,10 @@ use crate::device::{Context, Device, Worker};
 use crate::fault::Fault;
 use crate::table::calls::TableAccess;
 use crate::table::leases::Leases;
+use crate::table::loan_calls::LoanCalls;
+use crate::table::loans::LoanOf;
 use crate::table::over::EndpointEnded;
-use crate::table::sockets::{Sockets, StreamId, StreamState};
+use crate::table::sockets::{Sockets, StreamId};
 use crate::table::transfers::{Publish, SendFault};
 pub(crate) use start::HostConfig;
 use stores::AllStores;
@@ -120,19 +122,8 @@ impl HostBackend {
     #[inline]
     fn sender(&self, id: StreamId) -> Result<(u32, FlowId), SendFault> {
         let app = self.app().ok_or(SendFault::Unknown)?;
-        let conn = app.sockets.get(id).ok_or(SendFault::Unknown)?;
-        if conn.send_shutdown || conn.peer_recv_shutdown {
-            return Err(SendFault::ShutDown);
-        }
-        match (conn.state, conn.flow) {
-            (StreamState::Connecting, _) => Err(SendFault::NotConnected),
-            (StreamState::Finished, _) => Err(SendFault::ShutDown),
-            (StreamState::Connected, Some(flow)) => {
-                let vm = app.device_of(conn.pool).ok_or(SendFault::Reset)?;
-                Ok((vm, flow))
-            }
-            _ => Err(SendFault::Reset),
-        }
+        let (pool, flow) = app.sockets.sender(id)?;
+        Ok((app.device_of(pool).ok_or(SendFault::Reset)?, flow))
     }
 
     /// Calls `act` on a device, whose changes the next flush shows to its guest. Activates the
@@ -361,11 +352,17 @@ impl HostBackend {
     }
 }
 impl HostBackend {
+    /// What a loan is for, and the number of its device.
+    fn loan_at(&self, index: u32) -> Option<(LoanOf, u32)> {
+        let loan = self.app()?.loans.get(index)?;
+        Some((loan.of, loan.half))
+    }
+
     fn drop_loan(&mut self, index: u32, vm: u32) {
         let now = self.now;
         let (device, mut cx) = self.worker.lend(vm, now);
         match (device, cx.shared.app.as_deref_mut()) {
-            (Some(device), Some(_)) => device.app_drop_loan(index, &mut cx),
+            (Some(device), Some(_)) => device.half(&mut cx).drop_loan(index),
             (None, Some(app)) => app.forget_loan(index),
             (_, None) => {}
         }

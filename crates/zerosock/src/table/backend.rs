@@ -28,7 +28,8 @@ use zerosock_virtio::poller::Events;
 use super::calls::ConnectionCalls;
 use super::leases::Leases;
 use super::places::Copied;
-use super::sockets::StreamId;
+use super::sockets::{Counted, StreamId};
+use super::tally::Tally;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::over::EndpointEnded;
 use crate::table::transfers::{LoanParts, LoanedPart, Publish, SendFault};
@@ -93,6 +94,24 @@ pub struct EndpointStats {
     /// Times that a blocking call slept until a notification, a timer, its deadline, or a call of
     /// another thread.
     pub sleeps: u64,
+}
+
+impl EndpointStats {
+    pub(crate) fn new(tally: &Tally, counted: Counted) -> EndpointStats {
+        EndpointStats {
+            received: counted.received,
+            received_in_place: counted.leased,
+            copied_aside: counted.copied_aside,
+            copied_out: counted.copied_out,
+            sent: tally.sent,
+            sent_in_place: tally.sent_in_place,
+            copied_in: tally.copied_in,
+            packets_received: tally.packets_received,
+            packets_sent: tally.packets_sent,
+            notifications: tally.notifications,
+            sleeps: 0,
+        }
+    }
 }
 
 /// All counters, as `name=value`, on one line.

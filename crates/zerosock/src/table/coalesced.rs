@@ -50,17 +50,17 @@ impl CoalescedWrites {
         Some(taken.len())
     }
 
-    /// Removes the next `len` bytes of a connection and passes them to `put`.
-    pub(crate) fn pop(&mut self, flow: FlowId, len: u32, put: impl FnOnce(&[u8])) {
+    /// Removes the next `len` bytes of a connection.
+    pub(crate) fn pop(&mut self, flow: FlowId, len: u32) -> Vec<u8> {
         let Some(pending) = self.0.get_mut(&flow) else {
-            return;
+            return Vec::new();
         };
-        let len = (len as usize).min(pending.len());
-        put(pending.get(..len).unwrap_or(pending));
-        pending.drain(..len);
+        let rest = pending.split_off((len as usize).min(pending.len()));
+        let next = std::mem::replace(pending, rest);
         if pending.is_empty() {
             self.forget(flow);
         }
+        next
     }
 
     /// Drops the bytes of a connection that has ended.

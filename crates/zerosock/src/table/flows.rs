@@ -118,7 +118,14 @@ mod tests {
         let pool = sockets.add_pool(1);
         let mut add = |flow| {
             let any = Address::new(Cid::ANY, Port::ANY);
-            sockets.insert(pool, flow, StreamState::Connected, any, any)
+            sockets.insert(
+                pool,
+                flow,
+                StreamState::Connected,
+                any,
+                any,
+                SocketType::Stream,
+            )
         };
         let mut flows = Flows::default();
         let old = connect(&mut shard);

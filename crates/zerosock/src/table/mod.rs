@@ -9,6 +9,9 @@
 //! - [`leases`]: lease state shared with the holders of leases and loans;
 //! - [`inboxes`]: received datagrams;
 //! - [`listeners`]: the ports that the program listens on;
+//! - [`send_half`]: what a half of the queues provides for sending;
+//! - [`send_calls`], [`loan_calls`], [`message_loan_calls`]: the calls that send, over that;
+//! - [`loans`]: the buffers on loan; [`tally`]: counters;
 //! - [`coalesced`], [`outgoing`]: bytes waiting to be sent;
 //! - [`over`]: the error after the endpoint's end.
 //!
@@ -23,8 +26,14 @@ pub(crate) mod flows;
 pub(crate) mod inboxes;
 pub(crate) mod leases;
 pub(crate) mod listeners;
+pub(crate) mod loan_calls;
+pub(crate) mod loans;
+pub(crate) mod message_loan_calls;
 pub(crate) mod outgoing;
 pub(crate) mod over;
 pub(crate) mod places;
+pub(crate) mod send_calls;
+pub(crate) mod send_half;
 pub(crate) mod sockets;
+pub(crate) mod tally;
 pub(crate) mod transfers;

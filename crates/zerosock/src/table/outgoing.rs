@@ -5,9 +5,10 @@
 //! connection sends no other message before that, so each has at most one entry, no longer than the
 //! peer's receive buffer.
 
+use std::collections::VecDeque;
 use std::io::IoSlice;
 
-use zerosock_proto::vsock::MessageReservation;
+use zerosock_proto::vsock::{FlowId, MessageReservation};
 use zerosock_proto::wire::vsock::{SEQ_EOM, SEQ_EOR};
 
 /// The length of a message that lies in several slices.
@@ -128,6 +129,11 @@ impl Outgoing {
     pub(crate) fn end(&self, len: usize) -> Option<u32> {
         end(self.left().len() - len, self.ends_record)
     }
+}
+
+/// Whether the rest of a message of this flow is kept.
+pub(crate) fn is_kept(outgoing: &VecDeque<Outgoing>, flow: FlowId) -> bool {
+    outgoing.iter().any(|kept| kept.room.flow() == flow)
 }
 
 /// The header flags of a message that one packet has.

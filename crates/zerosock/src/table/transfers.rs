@@ -20,21 +20,29 @@ pub(crate) enum RecvFault {
 }
 
 /// Why a send was refused.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum SendFault {
-    /// No credit or no free buffer.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SendFault {
+    /// No credit or no free buffer: the connection becomes writable later.
+    #[error("no credit or transmit buffer is available")]
     WouldBlock,
-    /// This side shut down sending, or the peer shut down receiving.
+    /// This side shut down sending, or the peer shut down receiving (EPIPE).
+    #[error("the connection is shut down for sending")]
     ShutDown,
     /// The connection was reset or refused.
+    #[error("the connection was reset")]
     Reset,
     /// The connection is not established yet.
+    #[error("the connection is not established yet")]
     NotConnected,
-    /// The message exceeds the peer's receive buffer.
+    /// The message exceeds the peer's receive buffer (EMSGSIZE).
+    #[error("the message is larger than the peer's buffer")]
     TooLong,
     /// All entries of the endpoint's lease table are in use.
+    #[error("too many leases and loans are out")]
     TooManyLoans,
     /// No such connection or loan.
+    #[error("no such connection")]
     Unknown,
 }
 

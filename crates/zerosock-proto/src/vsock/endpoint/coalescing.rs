@@ -75,7 +75,7 @@ impl<S: BuildHasher> Shard<S> {
     }
 
     /// Whether `len` bytes that the caller sends now should be coalesced instead.
-    pub(super) fn should_coalesce(&self, flow: FlowId, len: u32) -> bool {
+    pub fn should_coalesce(&self, flow: FlowId, len: u32) -> bool {
         let Some(connection) = self.table.get(flow) else {
             return false;
         };

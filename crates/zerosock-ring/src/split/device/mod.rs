@@ -518,7 +518,7 @@ impl DeviceQueue {
     }
 
     /// Writes an element of the used ring. Returns its index if the ring has changed.
-    #[inline]
+    #[inline(always)] // every packet
     fn add_used(&mut self, head: u16, written: u32) -> Option<u16> {
         let (position, element) = (self.used.next(), element_word(head, written));
         // The size is a power of two.

@@ -1,12 +1,11 @@
 //! A device's part of the embedding program's state.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use zerosock_proto::vsock::{FlowId, Shard};
 use zerosock_ring::{Memory, Piece};
 use zerosock_virtio::ring::Ring;
 
-use super::loans::OldMemory;
 use super::program::HostToken;
 use crate::table::flows::Flows;
 use crate::table::sockets::{Store, Waiters};
@@ -77,6 +76,18 @@ impl Store for QueueStore<'_> {
             // As above.
             let _ = shard.consume_empty(flow, messages);
         }
+    }
+}
+
+/// Replaced memory tables and their sizes in bytes.
+#[derive(Debug, Default)]
+pub(in crate::device) struct OldMemory(pub(in crate::device) Vec<(Weak<Memory>, u64)>);
+
+impl OldMemory {
+    /// Bytes of the tables that are still mapped.
+    pub(in crate::device) fn alive(&mut self) -> u64 {
+        self.0.retain(|(memory, _)| memory.strong_count() > 0);
+        self.0.iter().map(|(_, size)| *size).sum()
     }
 }
 

@@ -14,7 +14,6 @@ pub(crate) mod forwarded;
 pub(crate) mod guest_backlogs;
 pub(crate) mod host;
 pub(crate) mod lingering;
-pub(crate) mod loans;
 pub(crate) mod messages;
 pub(crate) mod peer;
 pub(crate) mod program;

@@ -6,17 +6,18 @@
 
 use std::sync::Arc;
 
+use zerosock_proto::vsock::PortTable;
 use zerosock_proto::vsock::datagram::DatagramTable;
-use zerosock_proto::vsock::{PortTable, RefuseReason};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Chain;
 
-use super::loans::Loan;
 use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
 use crate::table::listeners::Listeners;
-use crate::table::sockets::{ReadyFlag, Sockets, StreamId, StreamState};
+use crate::table::loans::Loans;
+use crate::table::sockets::Sockets;
+use crate::table::tally::Tally;
 
 /// A chain that the program holds.
 #[derive(Debug)]
@@ -26,17 +27,6 @@ pub(crate) struct HostToken {
     pub(crate) vm: u32,
     /// The epoch of the transmit queue that the chain belongs to.
     pub(in crate::device) epoch: u32,
-}
-
-/// Traffic counters; no atomics, because only the program's thread counts.
-#[derive(Debug, Default)]
-pub(crate) struct Tally {
-    pub(crate) packets_received: u64,
-    pub(crate) packets_sent: u64,
-    pub(crate) sent: u64,
-    pub(crate) sent_in_place: u64,
-    pub(crate) copied_in: u64,
-    pub(crate) notifications: u64,
 }
 
 fn of_host(port: Port) -> Address {
@@ -55,9 +45,7 @@ pub(crate) struct App {
     bound: PortTable,
     /// The device number of each pool.
     pub(crate) pools: Vec<Option<u32>>,
-    /// The loans, by index in the lease table. No longer than the most leases and loans that were out at once:
-    /// the lease table gives out a new index only if no other is free.
-    pub(in crate::device) loans: Vec<Option<Loan>>,
+    pub(crate) loans: Loans<Chain>,
     pub(crate) tally: Tally,
 }
 
@@ -77,7 +65,7 @@ impl App {
             listeners: Listeners::default(),
             bound: PortTable::new(),
             pools: Vec::new(),
-            loans: Vec::new(),
+            loans: Loans::default(),
             tally: Tally::default(),
         }
     }
@@ -145,25 +133,10 @@ impl App {
         true
     }
 
-    /// Records how a connection has ended; received bytes can still be read.
-    pub(in crate::device) fn ended(&mut self, id: StreamId, orderly: bool) {
-        let Some(conn) = self.sockets.get_mut(id) else {
-            return;
-        };
-        conn.flow = None;
-        let flag = match conn.state {
-            StreamState::Connecting => {
-                // Without an RST: the device has lost its guest.
-                conn.refused.get_or_insert(RefuseReason::TransportReset);
-                ReadyFlag::Refused
-            }
-            _ => ReadyFlag::Closed,
-        };
-        conn.state = if orderly {
-            StreamState::Finished
-        } else {
-            StreamState::Reset
-        };
-        self.sockets.set_ready(id, flag);
+    /// Removes a loan whose buffer and credit have gone with its device.
+    pub(crate) fn forget_loan(&mut self, index: u32) {
+        if self.loans.forget(index) {
+            self.sockets.end_loan(index);
+        }
     }
 }

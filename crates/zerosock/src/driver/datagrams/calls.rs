@@ -5,14 +5,17 @@ use zerosock_proto::{Address, Cid, Port};
 
 use super::QUEUE_PAIR;
 use crate::driver::Driver;
-use crate::driver::loans::{LoanOf, LoanRecord};
 use crate::table::datagrams::{DatagramBackend, DatagramFault};
+use crate::table::loan_calls::LoanCalls;
+use crate::table::loans::LoanOf;
+use crate::table::send_calls::SendCalls;
+use crate::table::send_half::SendHalf;
 use crate::table::transfers::LoanParts;
 
 impl DatagramBackend for Driver {
     fn send(&mut self, id: DatagramId, to: Address, bytes: &[u8]) -> Result<(), DatagramFault> {
         self.send_datagram(id, to, bytes)?;
-        self.loans.copied_in += bytes.len() as u64;
+        self.tally.copied_in += bytes.len() as u64;
         Ok(())
     }
 
@@ -23,29 +26,11 @@ impl DatagramBackend for Driver {
         len: usize,
     ) -> Result<LoanParts, DatagramFault> {
         self.may_send_datagram(id, to, len)?;
-        let most = self.store.queue_pairs[QUEUE_PAIR].slots.tx_data.len() as usize;
-        let in_place = len <= most && self.loans.may_lend_datagram();
-        let slot = match in_place {
-            true => match self.store.queue_pairs[QUEUE_PAIR].tx.data_slot(len as u32) {
-                Ok(Some(slot)) => Some(slot),
-                _ => return Err(self.wait_for_datagram_slots(id, 1)),
-            },
-            false => None,
-        };
-        let Some(index) = self.sockets.begin_loan() else {
-            if let Some(slot) = slot {
-                self.store.queue_pairs[QUEUE_PAIR].tx.put_back(slot);
-            }
-            return Err(DatagramFault::TooManyLoans);
-        };
-        let place = slot.and_then(|slot| self.place_of(QUEUE_PAIR, slot));
-        let record = LoanRecord {
-            of: LoanOf::Datagram(id, to),
-            queue_pair: QUEUE_PAIR,
-            slot,
-        };
-        self.loans.put(index, record);
-        Ok(LoanParts { index, len, place })
+        let loan = self.half(QUEUE_PAIR).lend_datagram(id, to, len);
+        if matches!(loan, Err(DatagramFault::WouldBlock)) {
+            self.wait_for_datagram_slots(id, 1);
+        }
+        loan
     }
 
     fn send_loan(
@@ -54,46 +39,37 @@ impl DatagramBackend for Driver {
         len: usize,
         private: Option<&[u8]>,
     ) -> Result<(), DatagramFault> {
-        let Some(LoanRecord {
-            of: LoanOf::Datagram(id, to),
-            slot,
-            ..
-        }) = self.loans.get(index)
-        else {
+        let loan = self.loans.get(index).ok_or(DatagramFault::Unknown)?;
+        let LoanOf::Datagram(id, to) = loan.of else {
             return Err(DatagramFault::Unknown);
         };
-        let (id, to) = (*id, *to);
-        let Some(slot) = *slot else {
+        if loan.lent.is_none() {
             let bytes = private.unwrap_or_default();
             let bytes = bytes.get(..len).unwrap_or(bytes);
             let sent = DatagramBackend::send(self, id, to, bytes);
             if sent != Err(DatagramFault::WouldBlock) {
-                self.end_lent(index);
+                self.drop_loan(index);
             }
             return sent;
-        };
+        }
         let from = match self.may_send_datagram(id, to, len) {
             Ok(from) => from,
             Err(DatagramFault::WouldBlock) => return Err(DatagramFault::WouldBlock),
             Err(fault) => {
-                self.end_lent(index);
+                self.drop_loan(index);
                 return Err(fault);
             }
         };
-        self.loans.take(index);
-        self.sockets.end_loan(index);
-        let len = (len as u32).min(self.store.queue_pairs[QUEUE_PAIR].slots.tx_data.len());
-        self.store.queue_pairs[QUEUE_PAIR]
-            .tx
-            .track_datagram(slot, id, len);
-        if self
-            .transmit(QUEUE_PAIR, slot, &data(from, to, len, true))
-            .is_err()
-        {
-            return Err(DatagramFault::Unknown);
-        }
+        let mut half = self.half(QUEUE_PAIR);
+        let lent = half.take_lent(index).ok_or(DatagramFault::Unknown)?;
+        let len = len.min(half.room(&lent.buffer));
+        half.count_in_place(len);
+        let (slot, len) = (lent.buffer, len as u32);
+        let tx = &mut self.store.queue_pairs[QUEUE_PAIR].tx;
+        tx.track_datagram(slot, id, len);
+        let header = data(from, to, len, true);
+        self.half(QUEUE_PAIR).transmit(slot, &header);
         self.datagrams.inboxes.table.sent(id, len, true);
-        self.loans.sent_in_place += u64::from(len);
         Ok(())
     }
 

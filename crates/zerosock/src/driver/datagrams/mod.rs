@@ -280,7 +280,7 @@ impl Driver {
         }
         let (slot, written) = self.store.queue_pairs[QUEUE_PAIR].rx.take().ok()??;
         *taken += 1;
-        self.stats.rx_packets += 1;
+        self.tally.packets_received += 1;
         let slot = RxSlot {
             queue_pair: QUEUE_PAIR,
             slot,

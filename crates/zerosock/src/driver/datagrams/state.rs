@@ -19,6 +19,8 @@ pub(crate) struct Datagrams {
     pub(super) fragments: Vec<u8>,
     /// The reduction of the turn's budget for a copied packet.
     pub(super) cost: u16,
+    /// Transmit slots on loan for datagrams.
+    pub(in crate::driver) lent: u16,
     /// A send found fewer slots than this.
     pub(super) wanted: usize,
     pub(in crate::driver) malformed: u64,
@@ -34,6 +36,7 @@ impl Datagrams {
             assembler: Assembler::new(),
             fragments: Vec::new(),
             cost: 0,
+            lent: 0,
             wanted: 0,
             malformed: 0,
             dropped: 0,

@@ -31,9 +31,9 @@ pub enum StreamState {
     Reset,
 }
 
+#[cfg(test)]
 impl StreamId {
     /// The id of the first connection of an endpoint.
-    #[cfg(test)]
     pub(crate) const FIRST: StreamId = StreamId {
         index: 0,
         generation: 0,

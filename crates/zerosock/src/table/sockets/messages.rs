@@ -51,7 +51,7 @@ impl<T> Conn<T> {
 
 impl<T> Sockets<T> {
     /// Makes a new connection one of type SOCK_SEQPACKET.
-    pub(crate) fn carry_messages(&mut self, id: StreamId) {
+    pub(super) fn carry_messages(&mut self, id: StreamId) {
         if let Some(conn) = self.get_mut(id) {
             conn.messages = Some(Box::default());
         }

@@ -18,6 +18,7 @@
 
 mod arrival;
 mod bounds;
+mod events;
 mod ids;
 mod lent;
 mod lent_entry;
@@ -36,6 +37,7 @@ use std::time::Duration;
 
 use zerosock_proto::Address;
 use zerosock_proto::vsock::{FlowId, RefuseReason};
+use zerosock_proto::wire::vsock::SocketType;
 
 use super::leases::{Leases, NONE};
 pub(crate) use super::places::{BufferPlace, Copied, LeaseParts, NoLease, PIECES};
@@ -177,8 +179,13 @@ impl<T> Sockets<T> {
         state: StreamState,
         local: Address,
         peer: Address,
+        socket_type: SocketType,
     ) -> StreamId {
-        self.add(pool, Some(flow), state, local, peer)
+        let id = self.add(pool, Some(flow), state, local, peer);
+        if socket_type == SocketType::SeqPacket {
+            self.carry_messages(id);
+        }
+        id
     }
 
     /// Adds an internal connection for the datagrams that one socket receives in buffers of `pool`:

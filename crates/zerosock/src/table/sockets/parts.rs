@@ -6,7 +6,7 @@ use super::messages::MessageRead;
 use super::ready_flags::ReadyFlag;
 use super::received::{HeldBuffer, ReceivedPart, copy_out};
 use super::store::Store;
-use super::{Conn, Counted, Sockets};
+use super::{Conn, Sockets};
 use crate::table::transfers::Payload;
 use zerosock_proto::vsock::FlowId;
 use zerosock_ring::SliceBuf;
@@ -386,13 +386,6 @@ impl<T> Sockets<T> {
         if let Some(messages) = self.get_mut(id).and_then(|conn| conn.messages.as_mut()) {
             messages.complete = 0;
         }
-    }
-}
-
-impl Counted {
-    /// Bytes that were never copied by the endpoint.
-    pub(crate) fn in_place(&self) -> u64 {
-        self.leased
     }
 }
 

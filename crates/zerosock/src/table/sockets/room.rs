@@ -1,13 +1,16 @@
-//! Connections that wait for a buffer because a send found none.
+//! Which connections may send, and which wait for a buffer because a send found none.
 //!
 //! # Invariants
 //! - Every waiting connection is made writable when buffers return.
 //! - The list is bounded by about twice the table, however many connections wait and end.
 //! - The order rotates, because the first connection woken may take all buffers.
 
-use super::{ReadyFlag, Sockets, StreamId};
+use zerosock_proto::vsock::FlowId;
 
-/// Entries of removed connections that are tolerated before a remove_stale_waiters.
+use super::{ReadyFlag, Sockets, StreamId, StreamState};
+use crate::table::transfers::SendFault;
+
+/// Entries of closed connections that may stay in the list before it is searched for them.
 const STALE: usize = 64;
 
 /// The waiting connections. See the module documentation.
@@ -31,6 +34,40 @@ impl Waiters {
 }
 
 impl<T> Sockets<T> {
+    /// The pool and the flow of a connection that may send.
+    #[inline(always)] // every packet: the errors stay out of its way
+    pub(crate) fn sender(&self, id: StreamId) -> Result<(u32, FlowId), SendFault> {
+        if let Some(conn) = self.get(id)
+            && conn.state == StreamState::Connected
+            && !(conn.send_shutdown || conn.peer_recv_shutdown)
+            && let Some(flow) = conn.flow
+        {
+            return Ok((conn.pool, flow));
+        }
+        Err(self.why_not_sender(id))
+    }
+
+    #[cold]
+    fn why_not_sender(&self, id: StreamId) -> SendFault {
+        match self.get(id) {
+            None => SendFault::Unknown,
+            Some(conn) if conn.send_shutdown || conn.peer_recv_shutdown => SendFault::ShutDown,
+            Some(conn) => match conn.state {
+                StreamState::Connecting => SendFault::NotConnected,
+                StreamState::Finished => SendFault::ShutDown,
+                StreamState::Connected | StreamState::Reset => SendFault::Reset,
+            },
+        }
+    }
+
+    /// Makes a connection writable.
+    pub(crate) fn set_writable(&mut self, id: StreamId) {
+        if let Some(conn) = self.get_mut(id) {
+            conn.wants_room = false;
+            self.set_ready(id, ReadyFlag::Writable);
+        }
+    }
+
     /// Makes a connection wait for a buffer after a send found none.
     #[cold]
     pub(crate) fn wait_for_room(&mut self, id: StreamId, waiters: &mut Waiters) {
@@ -52,10 +89,7 @@ impl<T> Sockets<T> {
         waiters.rotation = waiters.rotation.wrapping_add(1);
         waiters.list.rotate_left(waiters.rotation % count.max(1));
         for id in waiters.list.drain(..) {
-            if let Some(conn) = self.get_mut(id) {
-                conn.wants_room = false;
-                self.set_ready(id, ReadyFlag::Writable);
-            }
+            self.set_writable(id);
         }
     }
 

@@ -36,8 +36,7 @@ fn read(table: &mut Table, id: StreamId, peek: bool) -> Option<(Vec<u8>, bool)> 
 #[test]
 fn an_incomplete_message_is_unreadable_and_returns_its_buffers() {
     let mut table = Table::new();
-    let id = table.conn();
-    table.sockets.carry_messages(id);
+    let id = table.conn_of(SocketType::SeqPacket);
     let flow = table.sockets.get(id).unwrap().flow.unwrap();
     assert!(part(&mut table, id, b"whole", MessageEnd::Message));
     assert!(part(&mut table, id, b"ha", MessageEnd::Nothing));
@@ -62,8 +61,7 @@ fn an_incomplete_message_is_unreadable_and_returns_its_buffers() {
 #[test]
 fn an_incomplete_message_holds_an_eighth_of_the_pool() {
     let mut table = Table::new();
-    let id = table.conn();
-    table.sockets.carry_messages(id);
+    let id = table.conn_of(SocketType::SeqPacket);
     for number in 0..20 {
         assert!(part(&mut table, id, &[number; 10], MessageEnd::Nothing));
     }
@@ -93,8 +91,7 @@ fn messages_match_a_plain_queue() {
             state % most
         };
         let mut table = Table::new();
-        let id = table.conn();
-        table.sockets.carry_messages(id);
+        let id = table.conn_of(SocketType::SeqPacket);
         let mut model: VecDeque<(Vec<u8>, bool)> = VecDeque::new();
         let mut half = Vec::new();
         let mut out = Vec::new();

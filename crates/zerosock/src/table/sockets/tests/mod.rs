@@ -127,10 +127,15 @@ impl Table {
     }
 
     fn conn(&mut self) -> StreamId {
+        self.conn_of(SocketType::Stream)
+    }
+
+    fn conn_of(&mut self, socket_type: SocketType) -> StreamId {
         let flow = self.flow();
         let address: Address = "3:1".parse().unwrap();
+        let state = StreamState::Connected;
         self.sockets
-            .insert(0, flow, StreamState::Connected, address, address)
+            .insert(0, flow, state, address, address, socket_type)
     }
 
     /// Stores `bytes` if the limits allow.

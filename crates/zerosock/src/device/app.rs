@@ -12,6 +12,7 @@
 //! for held chains, [`super::lending`] has the loans, and [`crate::host`] the functions that the
 //! program calls.
 
+use crate::device::half::DeviceHalf;
 use crate::device::state::app::NONE;
 use zerosock_proto::vsock::{ConnectError, Directions, FlowId, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
@@ -84,23 +85,6 @@ impl Device {
         self.rearm(self.is_full(app))
     }
 
-    /// Delivers a packet of the guest to the program.
-    #[inline]
-    pub(super) fn app_deliver(&mut self, chain: Chain, arrival: Arrival, cx: &mut Context<'_>) {
-        let Arrival { flow, len, ends } = arrival;
-        let (Some(id), Some(app)) = (self.app.flows.get(flow), cx.shared.app.as_deref_mut()) else {
-            return self.reset_unknown(chain, flow);
-        };
-        let end = ends.unwrap_or_default();
-        let Some(held) = self.hold_for_program(chain, len, end, Some(cx.now), app) else {
-            return;
-        };
-        match ends {
-            None => app.sockets.deliver(id, held, &mut self.store()),
-            Some(_) => app.sockets.deliver_part(id, held, &mut self.store()),
-        };
-    }
-
     /// Resets a flow that belongs to no connection of the device, rather than lose the bytes in `chain`.
     #[cold]
     fn reset_unknown(&mut self, chain: Chain, flow: FlowId) {
@@ -136,142 +120,6 @@ impl Device {
         })
     }
 
-    /// Handles the guest's request to connect to the host. Returns false if the program does not
-    /// listen on the port.
-    pub(super) fn app_incoming(
-        &mut self,
-        flow: FlowId,
-        local: Address,
-        peer: Address,
-        socket_type: SocketType,
-        cx: &mut Context<'_>,
-    ) -> bool {
-        let app = cx.shared.app.as_deref();
-        if !app.is_some_and(|app| app.listeners.contains(local.port)) {
-            return false;
-        }
-        if self.app.flows.reserve(flow).is_err() {
-            cx.shared.counters.refuse(RefusalCause::Limit);
-            self.reset_without_memory(flow, cx);
-            return true;
-        }
-        let Some(app) = cx.shared.app.as_deref_mut() else {
-            return false;
-        };
-        let admitted = app.listeners.admit(local.port, socket_type);
-        if admitted.is_err() || self.shard.accept(cx.now, flow).is_err() {
-            let ended = (RefusalCause::Other, "the request has ended");
-            let (cause, reason) = admitted.err().unwrap_or(ended);
-            cx.shared.counters.refuse(cause);
-            tracing::debug!(from = %peer, to = %local, reason, "connection refused");
-            let _ = self.shard.reject(flow);
-            return true;
-        }
-        if let Ok(Some(bytes)) = admitted {
-            // The RESPONSE, which advertises the size, has not been sent yet: this cannot fail.
-            let _ = self.shard.set_buf_alloc(flow, bytes);
-        }
-        let pool = self.app_pool(app);
-        let state = StreamState::Connected;
-        let id = app
-            .sockets
-            .insert(pool, flow, state, local, peer, socket_type);
-        app.listeners.push(local.port, id);
-        self.app.flows.insert(flow, id);
-        cx.shared.counters.conns_added.add(1);
-        true
-    }
-
-    /// Connects the program to the guest.
-    pub(crate) fn app_connect(
-        &mut self,
-        from: Port,
-        to: Address,
-        socket_type: SocketType,
-        cx: &mut Context<'_>,
-    ) -> Result<StreamId, ConnectError> {
-        if !self.accepts_requests() || cx.shared.app.is_none() {
-            return Err(ConnectError::Unreachable);
-        }
-        let local = Address::new(Cid::HOST, from);
-        if let Err(denial) = cx.shared.routes.admit(Cid::HOST, to) {
-            self.deny(local, to, denial, cx);
-            return Err(ConnectError::Unreachable);
-        }
-        let flow = self
-            .shard
-            .connect(cx.now, local, to, socket_type)
-            .inspect_err(|&error| cx.shared.counters.refuse(error.into()))?;
-        if self.app.flows.reserve(flow).is_err() {
-            self.reset_without_memory(flow, cx);
-            return Err(ConnectError::TooManyConnections);
-        }
-        self.log_flow(flow, "connection requested");
-        let local = self.shard.flow(flow).map_or(local, |info| info.local);
-        let Some(app) = cx.shared.app.as_deref_mut() else {
-            return Err(ConnectError::Unreachable);
-        };
-        let pool = self.app_pool(app);
-        let state = StreamState::Connecting;
-        let id = app
-            .sockets
-            .insert(pool, flow, state, local, to, socket_type);
-        self.app.flows.insert(flow, id);
-        cx.shared.counters.conns_added.add(1);
-        Ok(id)
-    }
-
-    /// The flow of a connection has ended: tells the program how. Has no effect on another flow.
-    pub(super) fn end_app(
-        &mut self,
-        flow: FlowId,
-        orderly: bool,
-        reason: &str,
-        cx: &mut Context<'_>,
-    ) {
-        let Some(id) = self.app.flows.remove(flow) else {
-            return;
-        };
-        cx.shared.counters.conns_removed.add(1);
-        let Some(app) = cx.shared.app.as_deref_mut() else {
-            return;
-        };
-        let conn = app.sockets.get(id);
-        if conn.is_some_and(|conn| conn.state == StreamState::Connected) {
-            // The program counts the bytes by itself.
-            tracing::debug!(cid = %self.cid, %flow, reason, "connection closed");
-        }
-        app.sockets.ended(id, orderly, &mut self.store());
-    }
-
-    /// Resets a connection of the program.
-    pub(super) fn reset_app(&mut self, flow: FlowId, cx: &mut Context<'_>) {
-        // Fails if the flow has ended.
-        let _ = self.shard.reset(flow);
-        self.end_app(flow, false, RESET, cx);
-    }
-
-    /// Wakes connections that found no buffer once buffers are available; else asks for kicks.
-    pub(super) fn wake_buffer_waiters(&mut self, cx: &mut Context<'_>) {
-        if self.app.waiters.is_empty() {
-            return;
-        }
-        let room = !self.queues.is_command_pending()
-            && self
-                .queues
-                .rings
-                .rx
-                .as_mut()
-                .is_some_and(|rx| rx.live() && rx.queue.available() > 0);
-        if !room {
-            self.request_buffers();
-            return;
-        }
-        if let Some(app) = cx.shared.app.as_deref_mut() {
-            app.sockets.wake_waiters(&mut self.app.waiters);
-        }
-    }
-
     /// Asks for a kick when buffers are posted. Has no effect while a command is pending: then the
     /// program gets no buffers, even if some are available.
     pub(super) fn request_buffers(&mut self) {
@@ -281,14 +129,6 @@ impl Device {
     /// Whether the program waits for buffers.
     pub(super) fn program_waits(&self) -> bool {
         self.datagrams.room_is_wanted() || !self.app.waiters.is_empty()
-    }
-
-    /// Publishes the packets that the program has sent, and nothing else.
-    #[inline]
-    pub(crate) fn app_publish_sent(&mut self, cx: &mut Context<'_>) {
-        if let Some(rx) = &mut self.queues.rings.rx {
-            publish(rx, cx);
-        }
     }
 
     /// The flows of the guest's connections.
@@ -306,49 +146,219 @@ impl Device {
         // Fails if the flow has ended, and then no shutdown is needed.
         let _ = self.shard.shutdown(now, flow, how);
     }
+}
+
+impl DeviceHalf<'_, '_> {
+    /// Delivers a packet of the guest to the program.
+    #[inline]
+    pub(super) fn deliver(&mut self, chain: Chain, arrival: Arrival) {
+        let Self { device, cx } = self;
+        let Arrival { flow, len, ends } = arrival;
+        let (Some(id), Some(app)) = (device.app.flows.get(flow), cx.shared.app.as_deref_mut())
+        else {
+            return device.reset_unknown(chain, flow);
+        };
+        let end = ends.unwrap_or_default();
+        let Some(held) = device.hold_for_program(chain, len, end, Some(cx.now), app) else {
+            return;
+        };
+        match ends {
+            None => app.sockets.deliver(id, held, &mut device.store()),
+            Some(_) => app.sockets.deliver_part(id, held, &mut device.store()),
+        };
+    }
+
+    /// Handles the guest's request to connect to the host. Returns false if the program does not
+    /// listen on the port.
+    pub(super) fn incoming(
+        &mut self,
+        flow: FlowId,
+        local: Address,
+        peer: Address,
+        socket_type: SocketType,
+    ) -> bool {
+        let app = self.cx.shared.app.as_deref();
+        if !app.is_some_and(|app| app.listeners.contains(local.port)) {
+            return false;
+        }
+        if self.device.app.flows.reserve(flow).is_err() {
+            self.cx.shared.counters.refuse(RefusalCause::Limit);
+            self.device.bridges_with(self.cx).reset_without_memory(flow);
+            return true;
+        }
+        let Some(app) = self.cx.shared.app.as_deref_mut() else {
+            return false;
+        };
+        let admitted = app.listeners.admit(local.port, socket_type);
+        if admitted.is_err() || self.device.shard.accept(self.cx.now, flow).is_err() {
+            let ended = (RefusalCause::Other, "the request has ended");
+            let (cause, reason) = admitted.err().unwrap_or(ended);
+            self.cx.shared.counters.refuse(cause);
+            tracing::debug!(from = %peer, to = %local, reason, "connection refused");
+            let _ = self.device.shard.reject(flow);
+            return true;
+        }
+        if let Ok(Some(bytes)) = admitted {
+            // The RESPONSE, which advertises the size, has not been sent yet: this cannot fail.
+            let _ = self.device.shard.set_buf_alloc(flow, bytes);
+        }
+        let pool = self.device.app_pool(app);
+        let state = StreamState::Connected;
+        let id = app
+            .sockets
+            .insert(pool, flow, state, local, peer, socket_type);
+        app.listeners.push(local.port, id);
+        self.device.app.flows.insert(flow, id);
+        self.cx.shared.counters.conns_added.add(1);
+        true
+    }
+
+    /// Connects the program to the guest.
+    pub(crate) fn connect(
+        &mut self,
+        from: Port,
+        to: Address,
+        socket_type: SocketType,
+    ) -> Result<StreamId, ConnectError> {
+        let Self { device, cx } = self;
+        if !device.accepts_requests() || cx.shared.app.is_none() {
+            return Err(ConnectError::Unreachable);
+        }
+        let local = Address::new(Cid::HOST, from);
+        if let Err(denial) = cx.shared.routes.admit(Cid::HOST, to) {
+            device.deny(local, to, denial, cx);
+            return Err(ConnectError::Unreachable);
+        }
+        let flow = device
+            .shard
+            .connect(cx.now, local, to, socket_type)
+            .inspect_err(|&error| cx.shared.counters.refuse(error.into()))?;
+        if device.app.flows.reserve(flow).is_err() {
+            device.bridges_with(cx).reset_without_memory(flow);
+            return Err(ConnectError::TooManyConnections);
+        }
+        device.log_flow(flow, "connection requested");
+        let local = device.shard.flow(flow).map_or(local, |info| info.local);
+        let Some(app) = cx.shared.app.as_deref_mut() else {
+            return Err(ConnectError::Unreachable);
+        };
+        let pool = device.app_pool(app);
+        let state = StreamState::Connecting;
+        let id = app
+            .sockets
+            .insert(pool, flow, state, local, to, socket_type);
+        device.app.flows.insert(flow, id);
+        cx.shared.counters.conns_added.add(1);
+        Ok(id)
+    }
+
+    /// The flow of a connection has ended: tells the program how. Has no effect on another flow.
+    pub(super) fn end_app(&mut self, flow: FlowId, orderly: bool, reason: &str) {
+        let Some(id) = self.device.app.flows.remove(flow) else {
+            return;
+        };
+        self.cx.shared.counters.conns_removed.add(1);
+        let Some(app) = self.cx.shared.app.as_deref_mut() else {
+            return;
+        };
+        let conn = app.sockets.get(id);
+        if conn.is_some_and(|conn| conn.state == StreamState::Connected) {
+            // The program counts the bytes by itself.
+            tracing::debug!(cid = %self.device.cid, %flow, reason, "connection closed");
+        }
+        app.sockets.ended(id, orderly, &mut self.device.store());
+    }
+
+    /// Resets a connection of the program.
+    pub(super) fn reset_app(&mut self, flow: FlowId) {
+        // Fails if the flow has ended.
+        let _ = self.device.shard.reset(flow);
+        self.end_app(flow, false, RESET);
+    }
+
+    /// Wakes connections that found no buffer once buffers are available; else asks for kicks.
+    pub(super) fn wake_buffer_waiters(&mut self) {
+        let Self { device, cx } = self;
+        if device.app.waiters.is_empty() {
+            return;
+        }
+        let room = !device.queues.is_command_pending()
+            && device
+                .queues
+                .rings
+                .rx
+                .as_mut()
+                .is_some_and(|rx| rx.live() && rx.queue.available() > 0);
+        if !room {
+            device.request_buffers();
+            return;
+        }
+        if let Some(app) = cx.shared.app.as_deref_mut() {
+            app.sockets.wake_waiters(&mut device.app.waiters);
+        }
+    }
+
+    /// Publishes the packets that the program has sent, and nothing else.
+    #[inline]
+    pub(crate) fn publish_sent(&mut self) {
+        if let Some(rx) = &mut self.device.queues.rings.rx {
+            publish(rx, self.cx);
+        }
+    }
 
     /// Closes a connection: in order, as a kernel socket (bytes sent still arrive, then SHUTDOWN of
     /// both directions; unread bytes are dropped), or with an RST if `reset` is set or the guest
     /// has not answered the request.
-    pub(crate) fn app_close(&mut self, flow: FlowId, reset: bool, cx: &mut Context<'_>) {
-        if self.app.flows.remove(flow).is_some() {
-            cx.shared.counters.conns_removed.add(1);
+    pub(crate) fn close(&mut self, flow: FlowId, reset: bool) {
+        if self.device.app.flows.remove(flow).is_some() {
+            self.cx.shared.counters.conns_removed.add(1);
         }
-        if reset || self.shard.shutdown(cx.now, flow, Directions::BOTH).is_err() {
+        if reset
+            || self
+                .device
+                .shard
+                .shutdown(self.cx.now, flow, Directions::BOTH)
+                .is_err()
+        {
             // Fails if the flow has ended, and then no reset is needed.
-            let _ = self.shard.reset(flow);
+            let _ = self.device.shard.reset(flow);
         }
     }
 
     /// Publishes what the program has sent or returned; the caller has sent flow control. Returns true if a
     /// timer may have changed or work is left.
     #[inline]
-    pub(crate) fn app_flush(&mut self, cx: &mut Context<'_>) -> bool {
-        let control = self.shard.has_transmit();
+    pub(crate) fn flush(&mut self) -> bool {
+        let control = self.device.shard.has_transmit();
         if control {
-            self.transmit_control(cx);
+            self.device.transmit_control(self.cx);
         }
-        if self.shard.has_events() {
-            cx.time();
-            self.drain_events(cx);
+        if self.device.shard.has_events() {
+            self.cx.time();
+            self.device.drain_events(self.cx);
         }
-        if let Some(rx) = &mut self.queues.rings.rx {
-            publish(rx, cx);
+        if let Some(rx) = &mut self.device.queues.rings.rx {
+            publish(rx, self.cx);
         }
-        if let Some(tx) = &mut self.queues.rings.tx {
-            publish(tx, cx);
+        if let Some(tx) = &mut self.device.queues.rings.tx {
+            publish(tx, self.cx);
         }
-        control || self.has_broken()
+        control || self.device.has_broken()
     }
 
     /// Resets a connection with more unread bytes than may be copied.
-    pub(crate) fn app_reset_unread(&mut self, id: StreamId, cx: &mut Context<'_>) {
-        let conn = cx.shared.app.as_deref().and_then(|app| app.sockets.get(id));
+    pub(crate) fn reset_unread(&mut self, id: StreamId) {
+        let conn = self
+            .cx
+            .shared
+            .app
+            .as_deref()
+            .and_then(|app| app.sockets.get(id));
         if let Some(flow) = conn.and_then(|conn| conn.flow) {
-            self.reset_app(flow, cx);
+            self.reset_app(flow);
         }
-        if let Some(app) = cx.shared.app.as_deref_mut() {
-            app.sockets.mark_reset(id, &mut self.store());
+        if let Some(app) = self.cx.shared.app.as_deref_mut() {
+            app.sockets.mark_reset(id, &mut self.device.store());
         }
     }
 }
@@ -397,7 +407,11 @@ mod tests {
         app.listeners.push(local.port, id);
         let types = [SocketType::SeqPacket, SocketType::Stream];
         for ((flow, socket_type), full) in flows.into_iter().zip(types).zip([0, 1]) {
-            assert!(device.app_incoming(flow, local, peer, socket_type, &mut cx));
+            assert!(
+                device
+                    .half(&mut cx)
+                    .incoming(flow, local, peer, socket_type)
+            );
             let counters = &cx.shared.counters;
             assert_eq!(counters.refused_backlog_full.get(), full, "{socket_type:?}");
         }

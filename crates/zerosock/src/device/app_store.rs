@@ -5,6 +5,7 @@
 //! - Before a queue stops or its memory is replaced, the program holds no chain of it.
 //! - A token of an earlier epoch is ignored.
 
+use crate::device::half::DeviceHalf;
 use std::sync::Arc;
 
 use zerosock_ring::Memory;
@@ -45,22 +46,6 @@ impl Device {
         self.app.pool
     }
 
-    /// Sizes the pool when the transmit queue has started: one buffer per descriptor.
-    pub(super) fn app_started(&mut self, cx: &mut Context<'_>) {
-        let Some(app) = cx.shared.app.as_deref_mut() else {
-            return;
-        };
-        let pool = self.app_pool(app);
-        let size = self
-            .queues
-            .rings
-            .tx
-            .as_ref()
-            .map_or(1, |tx| tx.queue.size());
-        self.app.descriptors = 1;
-        app.sockets.resize_pool(pool, u32::from(size));
-    }
-
     /// Whether the program holds so much that no more packets may be taken from the guest.
     #[inline]
     pub(super) fn app_is_full(&self, cx: &Context<'_>) -> bool {
@@ -85,30 +70,49 @@ impl Device {
             .filter(|tx| tx.epoch == token.epoch)?;
         Some(tx.queue.memory())
     }
+}
+
+impl DeviceHalf<'_, '_> {
+    /// Sizes the pool when the transmit queue has started: one buffer per descriptor.
+    pub(super) fn started(&mut self) {
+        let Some(app) = self.cx.shared.app.as_deref_mut() else {
+            return;
+        };
+        let pool = self.device.app_pool(app);
+        let size = self
+            .device
+            .queues
+            .rings
+            .tx
+            .as_ref()
+            .map_or(1, |tx| tx.queue.size());
+        self.device.app.descriptors = 1;
+        app.sockets.resize_pool(pool, u32::from(size));
+    }
 
     /// Recalls every chain that the program holds, before the queue stops or its memory is
     /// replaced. Returns false if some are under a read guard. With `force`, for a guest that has
     /// gone, these are taken back as well.
-    pub(super) fn app_recall(&mut self, force: bool, cx: &mut Context<'_>) -> bool {
-        let pool = self.app.pool;
-        match cx.shared.app.as_deref_mut().filter(|_| pool != NONE) {
-            Some(app) => app.sockets.recall(pool, force, &mut self.store()),
+    pub(super) fn recall(&mut self, force: bool) -> bool {
+        let pool = self.device.app.pool;
+        match self.cx.shared.app.as_deref_mut().filter(|_| pool != NONE) {
+            Some(app) => app.sockets.recall(pool, force, &mut self.device.store()),
             None => true,
         }
     }
 
     /// Marks held chains as lost: the guest's memory has vanished.
-    pub(super) fn app_lose(&mut self, cx: &mut Context<'_>) {
-        let pool = self.app.pool;
-        if let Some(app) = cx.shared.app.as_deref_mut().filter(|_| pool != NONE) {
-            app.sockets.recall_lost(pool, &mut self.store());
+    pub(super) fn lose(&mut self) {
+        let pool = self.device.app.pool;
+        if let Some(app) = self.cx.shared.app.as_deref_mut().filter(|_| pool != NONE) {
+            app.sockets.recall_lost(pool, &mut self.device.store());
         }
     }
 
     /// Frees the pool: the device is removed.
-    pub(super) fn app_retire(&mut self, cx: &mut Context<'_>) {
-        let pool = std::mem::replace(&mut self.app.pool, NONE);
-        if let Some(app) = cx.shared.app.as_deref_mut().filter(|_| pool != NONE) {
+    pub(super) fn retire(&mut self) {
+        let pool = std::mem::replace(&mut self.device.app.pool, NONE);
+        if let Some(app) = self.cx.shared.app.as_deref_mut().filter(|_| pool != NONE) {
             app.free_pool(pool);
         }
     }

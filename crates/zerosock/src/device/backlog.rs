@@ -10,6 +10,7 @@
 //! connect is therefore retried after a pause that doubles. All connections to a port wait in the
 //! order of their deadlines, and only the first of them is tried.
 
+use crate::device::guest_bridges::GuestBridges;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -18,7 +19,6 @@ use zerosock_proto::vsock::FlowId;
 
 use super::state::bridge::BridgePeer;
 use super::state::timers::Timer;
-use super::{Context, Device};
 use crate::device::host_sockets::{HostPort, Refusal};
 use crate::device::state::backlogs::Backlog;
 use crate::stats::RefusalCause;
@@ -39,39 +39,39 @@ pub(super) enum Tried {
     Decided,
 }
 
-impl Device {
+impl GuestBridges<'_, '_> {
     /// Connects a flow of the guest to `port` on the host.
-    pub(super) fn guest_connects(&mut self, flow: FlowId, port: Port, cx: &mut Context<'_>) {
-        let deadline = cx.now + cx.shared.limits.connect;
+    pub(super) fn guest_connects(&mut self, flow: FlowId, port: Port) {
+        let deadline = self.cx.now + self.cx.shared.limits.connect;
         let mut to = HostPort {
             port,
             messages: false,
         };
-        let key = self.add_bridge(flow, BridgePeer::Retrying { to, deadline }, cx);
-        if let Some(bridge) = self.bridges.get_mut(key) {
+        let key = self.add_bridge(flow, BridgePeer::Retrying { to, deadline });
+        if let Some(bridge) = self.device.bridges.get_mut(key) {
             to.messages = bridge.messages.is_some();
             bridge.peer = BridgePeer::Retrying { to, deadline };
         }
-        if !self.backlogs.wait_behind_others(to, deadline, key)
-            && self.try_connect(key, cx) == Tried::Full
+        if !self.device.backlogs.wait_behind_others(to, deadline, key)
+            && self.try_connect(key) == Tried::Full
         {
-            let next = deadline.min(cx.now + FIRST_PAUSE);
+            let next = deadline.min(self.cx.now + FIRST_PAUSE);
             let backlog = Backlog {
                 waiting: BTreeSet::from([(deadline, key)]),
                 pause: FIRST_PAUSE,
                 next,
             };
-            self.backlogs.0.insert(to, backlog);
-            self.timers.set(next, Timer::Backlog(to));
+            self.device.backlogs.0.insert(to, backlog);
+            self.device.timers.set(next, Timer::Backlog(to));
         }
     }
 
     /// Retries the connects to a port until its backlog is full again.
-    pub(super) fn retry_connects(&mut self, to: HostPort, cx: &mut Context<'_>) {
-        let Some(backlog) = self.backlogs.0.get_mut(&to) else {
+    pub(super) fn retry_connects(&mut self, to: HostPort) {
+        let Some(backlog) = self.device.backlogs.0.get_mut(&to) else {
             return;
         };
-        if backlog.next > cx.now {
+        if backlog.next > self.cx.now {
             // The timer of an earlier list of this port.
             return;
         }
@@ -79,32 +79,32 @@ impl Device {
         // After a full budget, continue in the next turn.
         let mut pause = Duration::from_nanos(1);
         for tried in 0..BUDGET {
-            let backlog = self.backlogs.0.get_mut(&to);
+            let backlog = self.device.backlogs.0.get_mut(&to);
             let Some((deadline, key)) = backlog.and_then(|it| it.waiting.pop_first()) else {
                 break;
             };
-            if deadline <= cx.now {
+            if deadline <= self.cx.now {
                 let reason = "its listener's backlog stays full";
                 let refusal = Refusal::new(RefusalCause::BacklogFull, reason);
-                self.refuse(key, &refusal, cx);
+                self.refuse(key, &refusal);
                 continue;
             }
-            cx.shared.counters.connect_retries.add(1);
-            if self.try_connect(key, cx) == Tried::Full {
-                self.backlogs.wait_behind_others(to, deadline, key);
+            self.cx.shared.counters.connect_retries.add(1);
+            if self.try_connect(key) == Tried::Full {
+                self.device.backlogs.wait_behind_others(to, deadline, key);
                 pause = if tried == 0 { longer } else { FIRST_PAUSE };
                 break;
             }
         }
-        let Some(backlog) = self.backlogs.0.get_mut(&to) else {
+        let Some(backlog) = self.device.backlogs.0.get_mut(&to) else {
             return;
         };
         let Some(&(deadline, _)) = backlog.waiting.first() else {
-            self.backlogs.0.remove(&to);
+            self.device.backlogs.0.remove(&to);
             return;
         };
         backlog.pause = pause.max(FIRST_PAUSE);
-        backlog.next = (cx.now + pause).min(deadline);
-        self.timers.set(backlog.next, Timer::Backlog(to));
+        backlog.next = (self.cx.now + pause).min(deadline);
+        self.device.timers.set(backlog.next, Timer::Backlog(to));
     }
 }

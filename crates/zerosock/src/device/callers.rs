@@ -1,5 +1,6 @@
 //! Host programs that connect to the guest.
 
+use crate::device::guest_bridges::GuestBridges;
 use zerosock_proto::vsock::{FlowId, QueuePairs};
 use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_virtio::poller::Interest;
@@ -8,48 +9,42 @@ use super::handshakes::forget_handshake;
 use super::state::bridge::BridgePeer;
 use super::state::guest_backlogs::GuestConnect;
 use super::virtio::BRIDGE;
-use super::{Context, Device};
 use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::state::host::Caller;
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::stats::RefusalCause;
 
-impl Device {
+impl GuestBridges<'_, '_> {
     /// Connects a host program to the guest, at the queue pair to which the connection belongs.
     /// `watched`: the program's socket is in the poller.
-    pub(super) fn call_guest(&mut self, caller: Caller, watched: bool, cx: &mut Context<'_>) {
-        let guest = Address::new(self.cid, caller.to);
-        if self.queue_pairs.used == QueuePairs::ONE {
-            return self.connect_guest(caller, Port::ANY, watched, cx);
+    pub(super) fn call_guest(&mut self, caller: Caller, watched: bool) {
+        let guest = Address::new(self.device.cid, caller.to);
+        if self.device.queue_pairs.used == QueuePairs::ONE {
+            return self.connect_guest(caller, Port::ANY, watched);
         }
-        let local = Address::new(Cid::HOST, self.shard.spare_port());
-        match self.queue_pair_for(guest, local) {
+        let local = Address::new(Cid::HOST, self.device.shard.spare_port());
+        match self.device.queue_pair_for(guest, local) {
             Some(queue_pair) => {
                 if watched {
-                    cx.poller.remove(&caller.socket);
+                    self.cx.poller.remove(&caller.socket);
                 }
                 let (caller, local) = (Box::new(caller), local.port);
-                cx.outbox
+                self.cx
+                    .outbox
                     .send(queue_pair, SiblingMessage::Call { caller, local });
             }
-            None => self.connect_guest(caller, local.port, watched, cx),
+            None => self.connect_guest(caller, local.port, watched),
         }
     }
 
     /// Connects a host program to the guest, from port `local`. On failure the socket is closed,
     /// which tells the program.
-    pub(super) fn connect_guest(
-        &mut self,
-        caller: Caller,
-        local: Port,
-        watched: bool,
-        cx: &mut Context<'_>,
-    ) {
-        let Some(caller) = self.wait_for_listener(caller, watched, cx) else {
+    pub(super) fn connect_guest(&mut self, caller: Caller, local: Port, watched: bool) {
+        let Some(caller) = self.wait_for_listener(caller, watched) else {
             return;
         };
-        let deadline = cx.now + cx.shared.limits.connect;
-        self.try_guest_connect(caller, local, watched, deadline, cx);
+        let deadline = self.cx.now + self.cx.shared.limits.connect;
+        self.try_guest_connect(caller, local, watched, deadline);
     }
 
     /// Sends the guest the request of a program, which it has to answer before `deadline`. Returns the
@@ -60,14 +55,14 @@ impl Device {
         local: Port,
         watched: bool,
         deadline: Instant,
-        cx: &mut Context<'_>,
     ) -> Option<FlowId> {
-        let Some(flow) = self.begin_connect(&caller, local, cx) else {
+        let Some(flow) = self.begin_connect(&caller, local) else {
             if watched {
-                forget_handshake(&caller.socket, cx);
+                forget_handshake(&caller.socket, self.cx);
             }
             if let Some(forwarded) = &caller.forwarded {
-                self.refuse_forwarded(forwarded, "its endpoint cannot be connected to");
+                self.device
+                    .refuse_forwarded(forwarded, "its endpoint cannot be connected to");
             }
             caller.socket.abort();
             return None;
@@ -79,9 +74,12 @@ impl Device {
             wants_ok,
             forwarded,
         } = caller;
-        let left = deadline.saturating_duration_since(cx.now);
+        let left = deadline.saturating_duration_since(self.cx.now);
         // Fails if the flow has ended.
-        let _ = self.shard.set_connect_timeout(cx.now, flow, left);
+        let _ = self
+            .device
+            .shard
+            .set_connect_timeout(self.cx.now, flow, left);
         let connect = GuestConnect {
             to: port,
             socket_type,
@@ -89,69 +87,68 @@ impl Device {
             deadline,
         };
         self.await_answer(flow, connect);
-        let given = self.shard.flow(flow).map_or(port, |f| f.local.port);
-        let ok = wants_ok.then_some(match cx.shared.limits.ok {
+        let given = self.device.shard.flow(flow).map_or(port, |f| f.local.port);
+        let ok = wants_ok.then_some(match self.cx.shared.limits.ok {
             OkConvention::GuestPort => port,
             OkConvention::HostPort => given,
         });
-        let key = self.add_bridge(flow, BridgePeer::Socket { socket, ok }, cx);
-        let token = self.token(BRIDGE, key);
-        let bridge = self.bridges.get_mut(key)?;
+        let key = self.add_bridge(flow, BridgePeer::Socket { socket, ok });
+        let token = self.device.token(BRIDGE, key);
+        let bridge = self.device.bridges.get_mut(key)?;
         bridge.forwarded = forwarded;
         let BridgePeer::Socket { socket, .. } = &bridge.peer else {
             return None;
         };
         let watched = match watched {
-            true => cx.poller.change(socket, token, Interest::Incoming),
-            false => cx.poller.add(socket, token, Interest::Incoming),
+            true => self.cx.poller.change(socket, token, Interest::Incoming),
+            false => self.cx.poller.add(socket, token, Interest::Incoming),
         };
         if let Err(error) = watched {
-            self.warn(&format!(
+            self.device.warn(&format!(
                 "cannot add a host program's socket to the poller: {error}"
             ));
-            self.reset_bridge(key, cx);
+            self.reset_bridge(key);
             return None;
         }
         Some(flow)
     }
 
     /// Sends the guest a request of a host program. `None`: the program is refused.
-    fn begin_connect(
-        &mut self,
-        caller: &Caller,
-        local: Port,
-        cx: &mut Context<'_>,
-    ) -> Option<FlowId> {
+    fn begin_connect(&mut self, caller: &Caller, local: Port) -> Option<FlowId> {
         let port = caller.to;
-        if !self.accepts_requests() {
-            cx.shared.counters.refuse(RefusalCause::Unreachable);
-            tracing::debug!(cid = %self.cid, %port, "host program refused: no driver runs");
+        if !self.device.accepts_requests() {
+            self.cx.shared.counters.refuse(RefusalCause::Unreachable);
+            tracing::debug!(cid = %self.device.cid, %port, "host program refused: no driver runs");
             return None;
         }
         let peer = Address {
-            cid: self.cid,
+            cid: self.device.cid,
             port,
         };
-        let local = Address::new(Cid::HOST, self.port_here(local, peer));
+        let local = Address::new(Cid::HOST, self.device.port_here(local, peer));
         // A client of a rule is connected to a service by the port that it has claimed.
-        let service = self.service.is_some()
+        let service = self.device.service.is_some()
             && caller.forwarded.is_some()
-            && cx.shared.routes.service(port) == Some(self.queue_pairs.first());
-        if !service && let Err(denial) = cx.shared.routes.admit(Cid::HOST, peer) {
-            self.deny(local, peer, denial, cx);
+            && self.cx.shared.routes.service(port) == Some(self.device.queue_pairs.first());
+        if !service && let Err(denial) = self.cx.shared.routes.admit(Cid::HOST, peer) {
+            self.device.deny(local, peer, denial, self.cx);
             return None;
         }
-        match self.shard.connect(cx.now, local, peer, caller.socket_type) {
+        match self
+            .device
+            .shard
+            .connect(self.cx.now, local, peer, caller.socket_type)
+        {
             Ok(flow) => {
-                if !self.reserve_bridge(flow, cx) {
+                if !self.reserve_bridge(flow) {
                     return None;
                 }
-                self.log_flow(flow, "connection requested");
+                self.device.log_flow(flow, "connection requested");
                 Some(flow)
             }
             Err(error) => {
-                cx.shared.counters.refuse(error.into());
-                self.warn(&format!(
+                self.cx.shared.counters.refuse(error.into());
+                self.device.warn(&format!(
                     "cannot connect to port {port} of the guest: {error}"
                 ));
                 None

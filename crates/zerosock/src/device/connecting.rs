@@ -1,5 +1,6 @@
 //! Connects of the guest to host sockets, and the events of these sockets.
 
+use crate::device::guest_bridges::GuestBridges;
 use std::sync::Arc;
 
 use rustix::net::SocketType as SocketKind;
@@ -15,23 +16,22 @@ use super::state::bridge_state::BridgeEvent;
 use super::state::flags::Flags;
 use super::state::timers::Timer;
 use super::virtio::BRIDGE;
-use super::{Context, Device};
 use crate::device::host_sockets::{Attempt, HostPort, HostSocket, Refusal, forward};
 use crate::device::state::host::HostAccess;
 use crate::stats::RefusalCause;
 
-impl Device {
+impl GuestBridges<'_, '_> {
     /// Tries to connect a bridge of the guest to its host socket.
-    pub(super) fn try_connect(&mut self, key: u32, cx: &mut Context<'_>) -> Tried {
-        let Some(bridge) = self.bridges.get(key) else {
+    pub(super) fn try_connect(&mut self, key: u32) -> Tried {
+        let Some(bridge) = self.device.bridges.get(key) else {
             return Tried::Decided;
         };
         let BridgePeer::Retrying { to, deadline } = bridge.peer else {
             return Tried::Decided;
         };
         let HostPort { port, messages } = to;
-        let account = &self.account;
-        let attempt = match &self.host {
+        let account = &self.device.account;
+        let attempt = match &self.device.host {
             HostAccess::Hybrid { messages: way, .. } if messages => match way {
                 Some((services, _)) => services.connect(port, SocketKind::SEQPACKET, account),
                 None => Attempt::Refused(std::io::ErrorKind::ConnectionRefused.into()),
@@ -46,29 +46,29 @@ impl Device {
             HostAccess::None => Attempt::Refused(std::io::ErrorKind::ConnectionRefused.into()),
         };
         match attempt {
-            Attempt::Ready(socket) => self.host_connected(key, socket, cx),
+            Attempt::Ready(socket) => self.host_connected(key, socket),
             Attempt::InProgress(socket) => {
-                self.watch(key, BridgePeer::Connecting { socket, deadline }, cx);
-                self.timers.set(deadline, Timer::Connect(key));
+                self.watch(key, BridgePeer::Connecting { socket, deadline });
+                self.device.timers.set(deadline, Timer::Connect(key));
             }
             Attempt::Later => return Tried::Full,
-            Attempt::NeedsConnector => self.dial_service(key, to, deadline, cx),
+            Attempt::NeedsConnector => self.dial_service(key, to, deadline),
             Attempt::Refused(error) => {
                 let mut refusal = Refusal::by_unix_socket(error);
-                if let Some(path) = self.host.service_path(port, messages) {
+                if let Some(path) = self.device.host.service_path(port, messages) {
                     refusal.reason = format!("{}: {}", path.display(), refusal.reason);
                 }
-                self.refuse(key, &refusal, cx);
+                self.refuse(key, &refusal);
             }
         }
         Tried::Decided
     }
 
     /// Lets the connector connect a bridge to its host program.
-    fn dial_service(&mut self, key: u32, to: HostPort, deadline: Instant, cx: &mut Context<'_>) {
+    fn dial_service(&mut self, key: u32, to: HostPort, deadline: Instant) {
         let HostPort { port, messages } = to;
-        let flow = self.bridges.get(key).and_then(|bridge| bridge.flow);
-        let path = self.host.service_path(port, messages);
+        let flow = self.device.bridges.get(key).and_then(|bridge| bridge.flow);
+        let path = self.device.host.service_path(port, messages);
         let (Some(flow), Some(path)) = (flow, path) else {
             return;
         };
@@ -78,51 +78,51 @@ impl Device {
                 false => Target::Unix(path),
             },
             policy: Arc::new(AddressPolicy::for_guests(Vec::new(), Vec::new())),
-            timeout: deadline.saturating_duration_since(cx.now),
+            timeout: deadline.saturating_duration_since(self.cx.now),
             keepalive: None,
             first_bytes: Vec::new(),
             // A path is one address.
             attempts: 1,
         };
-        if let Some(bridge) = self.bridges.get_mut(key) {
+        if let Some(bridge) = self.device.bridges.get_mut(key) {
             bridge.peer = BridgePeer::Resolving(None);
         }
-        self.dial(key, flow, request, cx);
+        self.dial(key, flow, request);
     }
 
     /// Refuses a connect after its deadline.
-    pub(super) fn connect_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
+    pub(super) fn connect_timed_out(&mut self, key: u32) {
         if let Some(BridgePeer::Connecting { deadline, .. }) =
-            self.bridges.get(key).map(|j| &j.peer)
-            && *deadline <= cx.now
+            self.device.bridges.get(key).map(|j| &j.peer)
+            && *deadline <= self.cx.now
         {
             let reason = "no answer before the connect deadline";
             let refusal = Refusal::new(RefusalCause::Unreachable, reason);
-            self.refuse(key, &refusal, cx);
+            self.refuse(key, &refusal);
         }
     }
 
     /// Rejects the guest's connection: no host program accepted it.
-    pub(super) fn refuse(&mut self, key: u32, refusal: &Refusal, cx: &mut Context<'_>) {
-        cx.shared.counters.refuse(refusal.cause);
+    pub(super) fn refuse(&mut self, key: u32, refusal: &Refusal) {
+        self.cx.shared.counters.refuse(refusal.cause);
         let reason = &*refusal.reason;
-        let bridge = self.bridges.get(key);
+        let bridge = self.device.bridges.get(key);
         if let Some(forwarded) = bridge.and_then(|bridge| bridge.forwarded.as_ref()) {
-            self.refuse_forwarded(forwarded, reason);
+            self.device.refuse_forwarded(forwarded, reason);
         }
         if let Some(flow) = bridge.and_then(|bridge| bridge.flow) {
-            let port = self.shard.flow(flow).map(|f| f.local.port);
+            let port = self.device.shard.flow(flow).map(|f| f.local.port);
             let port = port.map(tracing::field::display);
-            tracing::debug!(cid = %self.cid, %flow, port, reason, "connection of the guest refused");
-            let _ = self.shard.reject(flow);
+            tracing::debug!(cid = %self.device.cid, %flow, port, reason, "connection of the guest refused");
+            let _ = self.device.shard.reject(flow);
         }
-        self.remove_bridge(key, cx);
+        self.remove_bridge(key);
     }
 
     /// Sets the socket of a bridge and adds it to the poller. Returns false if that failed.
-    pub(super) fn watch(&mut self, key: u32, end: BridgePeer, cx: &mut Context<'_>) -> bool {
-        let token = self.token(BRIDGE, key);
-        let Some(bridge) = self.bridges.get_mut(key) else {
+    pub(super) fn watch(&mut self, key: u32, end: BridgePeer) -> bool {
+        let token = self.device.token(BRIDGE, key);
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
             return false;
         };
         bridge.peer = end;
@@ -131,57 +131,57 @@ impl Device {
             BridgePeer::Socket { socket, .. } => (socket, Interest::Incoming),
             _ => return false,
         };
-        match cx.poller.add(socket, token, interest) {
+        match self.cx.poller.add(socket, token, interest) {
             Ok(()) => true,
             Err(error) => {
-                self.refuse(key, &Refusal::from(error), cx);
+                self.refuse(key, &Refusal::from(error));
                 false
             }
         }
     }
 
-    pub(super) fn host_connected(&mut self, key: u32, socket: HostSocket, cx: &mut Context<'_>) {
-        if self.watch(key, BridgePeer::Socket { socket, ok: None }, cx) {
-            self.host_accepted(key, cx);
+    pub(super) fn host_connected(&mut self, key: u32, socket: HostSocket) {
+        if self.watch(key, BridgePeer::Socket { socket, ok: None }) {
+            self.host_accepted(key);
             // The socket was added to the poller after it connected, so readable data produces an
             // edge; a read now would almost always find nothing.
-            if let Some(bridge) = self.bridges.get_mut(key) {
+            if let Some(bridge) = self.device.bridges.get_mut(key) {
                 bridge.flags.remove(Flags::READABLE);
             }
         }
     }
 
-    fn host_accepted(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key) else {
+    fn host_accepted(&mut self, key: u32) {
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
             return;
         };
         bridge.state.apply(BridgeEvent::Connected);
         bridge.flags.insert(Flags::READABLE.union(Flags::WRITABLE));
         if let Some(flow) = bridge.flow {
-            let _ = self.shard.accept(cx.now, flow);
-            self.log_flow(flow, "connection opened");
+            let _ = self.device.shard.accept(self.cx.now, flow);
+            self.device.log_flow(flow, "connection opened");
         }
-        let bridge = self.bridges.get(key);
+        let bridge = self.device.bridges.get(key);
         if bridge.is_some_and(|bridge| bridge.forwarded.is_some()) {
-            self.forwarded_opened(key, cx);
+            self.forwarded_opened(key);
         }
-        self.bridges.enqueue(key);
+        self.device.bridges.enqueue(key);
     }
 
     /// Handles an edge of a bridge's socket.
-    pub(crate) fn bridge_ready(&mut self, key: u32, readiness: Readiness, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key) else {
+    pub(crate) fn bridge_ready(&mut self, key: u32, readiness: Readiness) {
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
             return;
         };
         match &bridge.peer {
             BridgePeer::Connecting { .. } if readiness.writable() => {
-                return self.connect_decided(key, readiness, cx);
+                return self.connect_decided(key, readiness);
             }
             BridgePeer::Socket { .. } => {}
             _ => return,
         }
-        let readiness = self.handle_reports(key, readiness, cx);
-        let Some(bridge) = self.bridges.get_mut(key) else {
+        let readiness = self.handle_reports(key, readiness);
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
             return;
         };
         if readiness.readable() {
@@ -195,24 +195,24 @@ impl Device {
         }
         let (is_open, reads) = (bridge.state.is_open(), bridge.state.reads());
         if readiness.peer_finished() {
-            if readiness.hung_up() && !reads && self.tcp_reset_after_end(key, cx) {
+            if readiness.hung_up() && !reads && self.tcp_reset_after_end(key) {
                 return;
             }
-            self.on_bridge_event(key, end_of(readiness), cx);
+            self.on_bridge_event(key, end_of(readiness));
         }
         if !is_open {
             // Not even if the program has gone: bytes that it wrote are still to be delivered.
             return;
         }
         let has_bytes = |bridge: &Bridge| !bridge.outbound.is_empty();
-        self.bridges.enqueue(key);
-        if readiness.writable() && self.bridges.get(key).is_some_and(has_bytes) {
-            self.flush(key, cx);
+        self.device.bridges.enqueue(key);
+        if readiness.writable() && self.device.bridges.get(key).is_some_and(has_bytes) {
+            self.flush(key);
         }
     }
 
-    fn connect_decided(&mut self, key: u32, readiness: Readiness, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key) else {
+    fn connect_decided(&mut self, key: u32, readiness: Readiness) {
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
             return;
         };
         let placeholder = BridgePeer::Asked(None);
@@ -221,7 +221,7 @@ impl Device {
         else {
             return;
         };
-        self.timers.cancel(deadline, Timer::Connect(key));
+        self.device.timers.cancel(deadline, Timer::Connect(key));
         match rustix::net::sockopt::socket_error(&socket) {
             Ok(Ok(())) => {
                 bridge.peer = BridgePeer::Socket { socket, ok: None };
@@ -232,10 +232,10 @@ impl Device {
                 if readiness.urgent() {
                     bridge.flags.insert(Flags::URGENT);
                 }
-                self.host_accepted(key, cx);
+                self.host_accepted(key);
             }
             Ok(Err(e)) | Err(e) => {
-                self.refuse(key, &Refusal::from(std::io::Error::from(e)), cx);
+                self.refuse(key, &Refusal::from(std::io::Error::from(e)));
             }
         }
     }

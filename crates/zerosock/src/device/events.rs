@@ -7,6 +7,7 @@ use super::state::bridge_state::{BridgeAction, BridgeEvent};
 use super::state::flags::Flags;
 use super::state::timers::Timer;
 use super::{Context, Device};
+use crate::device::guest_bridges::GuestBridges;
 use crate::device::host_sockets::{self, hybrid};
 use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
@@ -85,31 +86,35 @@ impl Device {
                 let _ = self.shard.reject(flow);
                 return;
             }
-            if self.app_incoming(flow, local, peer, socket_type, cx) {
+            if self.half(cx).incoming(flow, local, peer, socket_type) {
                 return;
             }
         }
-        if !self.reserve_bridge(flow, cx) {
+        if !self.bridges_with(cx).reserve_bridge(flow) {
             cx.shared.counters.refuse(RefusalCause::Limit);
             return;
         }
         let routes = &cx.shared.routes;
         if local.cid != Cid::HOST || routes.service(local.port).is_some() {
-            return self.ask_sibling(flow, local, peer, socket_type, cx);
+            return self
+                .bridges_with(cx)
+                .ask_sibling(flow, local, peer, socket_type);
         }
         match routes
             .forward_rule(self.cid, local.port, socket_type)
             .cloned()
         {
-            Some(rule) => self.forward_connect(flow, peer, local.port, &rule, cx),
-            None => self.guest_connects(flow, local.port, cx),
+            Some(rule) => self
+                .bridges_with(cx)
+                .forward_connect(flow, peer, local.port, &rule),
+            None => self.bridges_with(cx).guest_connects(flow, local.port),
         }
     }
 
     /// The guest has refused a connection of the host or a sibling, or has not answered in time.
     fn connect_refused(&mut self, flow: FlowId, reason: RefuseReason, cx: &mut Context<'_>) {
         if reason == RefuseReason::Reset {
-            let waits = self.guest_connect_refused(flow, cx);
+            let waits = self.bridges_with(cx).guest_connect_refused(flow);
             if waits {
                 return;
             }
@@ -121,13 +126,13 @@ impl Device {
             app.sockets.refused(id, reason);
         }
         let Some(key) = self.bridges.key_of(flow) else {
-            return self.end_app(flow, false, GONE, cx);
+            return self.half(cx).end_app(flow, false, GONE);
         };
         let bridge = self.bridges.get(key);
         if let Some(forwarded) = bridge.and_then(|bridge| bridge.forwarded.as_ref()) {
             self.refuse_forwarded(forwarded, "its endpoint refuses the connection");
         }
-        self.end_bridge(key, cx);
+        self.bridges_with(cx).end_bridge(key);
     }
 
     /// The guest has accepted a connection of the host or a sibling.
@@ -142,7 +147,7 @@ impl Device {
         let Some(key) = self.bridges.key_of(flow) else {
             return;
         };
-        self.guest_connect_accepted(flow, cx);
+        self.bridges_with(cx).guest_connect_accepted(flow);
         let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
@@ -158,7 +163,7 @@ impl Device {
                 if let Some(port) = ok.take()
                     && !hybrid::write_ok(&*socket, port)
                 {
-                    return self.reset_bridge(key, cx);
+                    return self.bridges_with(cx).reset_bridge(key);
                 }
             }
             BridgePeer::Sibling(s) => {
@@ -170,7 +175,7 @@ impl Device {
             }
             _ => {}
         }
-        self.forwarded_opened(key, cx);
+        self.bridges_with(cx).forwarded_opened(key);
         self.bridges.enqueue(key);
     }
 
@@ -189,32 +194,15 @@ impl Device {
             return;
         };
         if receive {
-            self.on_bridge_event(key, BridgeEvent::GuestStopped, cx);
+            self.bridges_with(cx)
+                .on_bridge_event(key, BridgeEvent::GuestStopped);
         }
         if send {
-            self.on_bridge_event(key, BridgeEvent::GuestFinished, cx);
+            self.bridges_with(cx)
+                .on_bridge_event(key, BridgeEvent::GuestFinished);
         }
         // Bytes that waited for the guest were dropped.
-        self.update_bridge(key, cx);
-    }
-
-    /// Changes the state of a bridge, and does what follows from it.
-    pub(super) fn on_bridge_event(&mut self, key: u32, event: BridgeEvent, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key) else {
-            return;
-        };
-        match bridge.state.apply(event) {
-            BridgeAction::Nothing => {}
-            BridgeAction::Flush => self.flush(key, cx),
-            BridgeAction::EndHost => end_host(bridge, cx),
-            BridgeAction::StopHost => stop_host(bridge, cx),
-            BridgeAction::ShutDownFlow(how) => {
-                if let Some(flow) = bridge.flow {
-                    // Fails if the flow has ended.
-                    let _ = self.shard.shutdown(cx.now, flow, how);
-                }
-            }
-        }
+        self.bridges_with(cx).update_bridge(key);
     }
 
     /// The flow of the guest has ended.
@@ -228,11 +216,11 @@ impl Device {
             "reset by the endpoint"
         };
         let Some(key) = self.bridges.key_of(flow) else {
-            return self.end_app(flow, orderly, reason, cx);
+            return self.half(cx).end_app(flow, orderly, reason);
         };
         self.log_closed(key, reason);
         // One attempt to deliver what arrived in the same turn.
-        self.flush(key, cx);
+        self.bridges_with(cx).flush(key);
         let Some(bridge) = self.bridges.get_mut(key) else {
             return;
         };
@@ -241,7 +229,7 @@ impl Device {
         bridge.read_reports(&mut self.queues.rings.tx, cx);
         let finished =
             bridge.state.has_guest_finished() || (orderly && bridge.has_sends_in_flight());
-        if finished && self.linger(key, cx) {
+        if finished && self.bridges_with(cx).linger(key) {
             return;
         }
         if let Some(bridge) = self.bridges.get_mut(key)
@@ -249,7 +237,7 @@ impl Device {
         {
             set_reason(bridge, "reset by the endpoint");
         }
-        if let Some(bridge) = self.remove_bridge(key, cx) {
+        if let Some(bridge) = self.bridges_with(cx).remove_bridge(key) {
             // After end of file or `stop_reading` no unread bytes are left.
             if let (BridgePeer::Socket { socket, .. }, true) =
                 (&bridge.peer, orderly && bridge.state.reads())
@@ -260,87 +248,19 @@ impl Device {
         }
     }
 
-    /// Separates a bridge from its flow and lets the host socket take the remaining bytes, as it
-    /// would from a closed kernel socket. Returns false if there are no such bytes or no open host
-    /// socket, or the limit of lingering sockets is reached.
-    pub(super) fn linger(&mut self, key: u32, cx: &mut Context<'_>) -> bool {
-        let Some(bridge) = self.bridges.get(key) else {
-            return false;
-        };
-        if bridge.is_delivered()
-            || !bridge.state.is_open()
-            || !matches!(bridge.peer, BridgePeer::Socket { .. })
-            || self.lingering.len() >= cx.shared.limits.lingering
-        {
-            return false;
-        }
-        self.spill(key, 0, cx);
-        let Some(bridge) = self.bridges.get_mut(key) else {
-            return false;
-        };
-        bridge.state.apply(BridgeEvent::FlowEnded);
-        if bridge.flow.take().is_some() {
-            let limit = cx.shared.limits.linger;
-            self.lingering.start(key, cx.now, limit, &mut self.timers);
-        }
-        self.update_bridge(key, cx);
-        true
-    }
-
-    /// Resets the flow of a bridge, if it has one, and removes the bridge.
-    pub(super) fn reset_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
-        if let Some(bridge) = self.bridges.get_mut(key) {
-            set_reason(bridge, RESET);
-            if let Some(flow) = bridge.flow {
-                let _ = self.shard.reset(flow);
-            }
-        }
-        self.end_with(key, RESET, cx);
-    }
-
-    /// Removes a bridge without its guest. The other end sees an orderly end of stream if the
-    /// guest had shut down sending before, else a reset.
-    pub(super) fn remove_without_guest(&mut self, key: u32, cx: &mut Context<'_>) {
-        self.log_closed(key, GONE);
-        if let Some(bridge) = self.bridges.get_mut(key)
-            && !bridge.state.has_guest_finished()
-        {
-            set_reason(bridge, GONE);
-        }
-        if let Some(bridge) = self.remove_bridge(key, cx) {
-            let orderly = bridge.state.has_guest_finished();
-            end_other_side(&bridge, orderly, cx);
-        }
-    }
-
-    /// Removes a bridge after a reset of its flow, and resets the other end.
-    pub(super) fn end_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
-        self.end_with(key, GONE, cx);
-    }
-
-    fn end_with(&mut self, key: u32, reason: &'static str, cx: &mut Context<'_>) {
-        self.log_closed(key, reason);
-        if let Some(bridge) = self.bridges.get_mut(key) {
-            set_reason(bridge, reason);
-        }
-        if let Some(bridge) = self.remove_bridge(key, cx) {
-            end_other_side(&bridge, false, cx);
-        }
-    }
-
     /// Handles expired timers of the device and the core.
     pub(super) fn fire_timers(&mut self, cx: &mut Context<'_>) {
         while let Some(timer) = self.timers.pop(cx.now) {
             match timer {
-                Timer::Handshake(key) => self.handshake_timed_out(key, cx),
-                Timer::Connect(key) => self.connect_timed_out(key, cx),
-                Timer::Backlog(to) => self.retry_connects(to, cx),
-                Timer::GuestBacklog(to) => self.retry_guest_connects(to, cx),
-                Timer::Linger => self.linger_timed_out(cx),
-                Timer::Accept(key) => self.accept(key, cx),
+                Timer::Handshake(key) => self.bridges_with(cx).handshake_timed_out(key),
+                Timer::Connect(key) => self.bridges_with(cx).connect_timed_out(key),
+                Timer::Backlog(to) => self.bridges_with(cx).retry_connects(to),
+                Timer::GuestBacklog(to) => self.bridges_with(cx).retry_guest_connects(to),
+                Timer::Linger => self.bridges_with(cx).linger_timed_out(),
+                Timer::Accept(key) => self.bridges_with(cx).accept(key),
                 Timer::Hold(key) => self.hold_timed_out(key, cx),
-                Timer::Idle(key) => self.idle_timed_out(key, cx),
-                Timer::EndSends => self.sends_timed_out(cx),
+                Timer::Idle(key) => self.bridges_with(cx).idle_timed_out(key),
+                Timer::EndSends => self.bridges_with(cx).sends_timed_out(),
                 Timer::Stopped => self.stop_timed_out(cx),
             }
         }
@@ -349,7 +269,7 @@ impl Device {
             self.drain_events(cx);
         }
         if self.datagrams.next_timeout().is_some_and(|t| t <= cx.now) {
-            self.datagram_timeout(cx);
+            self.datagrams_with(cx).datagram_timeout();
         }
     }
 
@@ -366,7 +286,7 @@ impl Device {
             .is_none_or(|since| since + cx.shared.limits.hold > cx.now)
         {
             // Other chains are held now: set a timer for the present ones.
-            return self.update_bridge(key, cx);
+            return self.bridges_with(cx).update_bridge(key);
         }
         bridge.held_since = None;
         bridge.flags.remove(Flags::NO_MEMORY);
@@ -374,16 +294,16 @@ impl Device {
             s.stalled = true;
             let to = s.peer.flow;
             cx.outbox.send(s.peer.device, SiblingMessage::Recall { to });
-            return self.update_bridge(key, cx);
+            return self.bridges_with(cx).update_bridge(key);
         }
-        self.spill(key, 0, cx);
+        self.bridges_with(cx).spill(key, 0);
         if let Some(bridge) = self.bridges.get_mut(key)
             && bridge.state.is_open()
         {
             // ENOBUFS and ENOMEM leave no edge: try once more.
             bridge.flags.insert(Flags::WRITABLE);
         }
-        self.flush(key, cx);
+        self.bridges_with(cx).flush(key);
     }
 
     /// Sends the driver the TRANSPORT_RESET event (virtio 1.2, 5.10.6.7).
@@ -406,6 +326,97 @@ impl Device {
                 cid = %self.cid,
                 "sent TRANSPORT_RESET: the device has lost the connections of the driver"
             );
+        }
+    }
+}
+
+impl GuestBridges<'_, '_> {
+    /// Changes the state of a bridge, and does what follows from it.
+    pub(super) fn on_bridge_event(&mut self, key: u32, event: BridgeEvent) {
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
+            return;
+        };
+        match bridge.state.apply(event) {
+            BridgeAction::Nothing => {}
+            BridgeAction::Flush => self.flush(key),
+            BridgeAction::EndHost => end_host(bridge, self.cx),
+            BridgeAction::StopHost => stop_host(bridge, self.cx),
+            BridgeAction::ShutDownFlow(how) => {
+                if let Some(flow) = bridge.flow {
+                    // Fails if the flow has ended.
+                    let _ = self.device.shard.shutdown(self.cx.now, flow, how);
+                }
+            }
+        }
+    }
+
+    /// Separates a bridge from its flow and lets the host socket take the remaining bytes, as it
+    /// would from a closed kernel socket. Returns false if there are no such bytes or no open host
+    /// socket, or the limit of lingering sockets is reached.
+    pub(super) fn linger(&mut self, key: u32) -> bool {
+        let Some(bridge) = self.device.bridges.get(key) else {
+            return false;
+        };
+        if bridge.is_delivered()
+            || !bridge.state.is_open()
+            || !matches!(bridge.peer, BridgePeer::Socket { .. })
+            || self.device.lingering.len() >= self.cx.shared.limits.lingering
+        {
+            return false;
+        }
+        self.spill(key, 0);
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
+            return false;
+        };
+        bridge.state.apply(BridgeEvent::FlowEnded);
+        if bridge.flow.take().is_some() {
+            let limit = self.cx.shared.limits.linger;
+            self.device
+                .lingering
+                .start(key, self.cx.now, limit, &mut self.device.timers);
+        }
+        self.update_bridge(key);
+        true
+    }
+
+    /// Resets the flow of a bridge, if it has one, and removes the bridge.
+    pub(super) fn reset_bridge(&mut self, key: u32) {
+        if let Some(bridge) = self.device.bridges.get_mut(key) {
+            set_reason(bridge, RESET);
+            if let Some(flow) = bridge.flow {
+                let _ = self.device.shard.reset(flow);
+            }
+        }
+        self.end_with(key, RESET);
+    }
+
+    /// Removes a bridge without its guest. The other end sees an orderly end of stream if the
+    /// guest had shut down sending before, else a reset.
+    pub(super) fn remove_without_guest(&mut self, key: u32) {
+        self.device.log_closed(key, GONE);
+        if let Some(bridge) = self.device.bridges.get_mut(key)
+            && !bridge.state.has_guest_finished()
+        {
+            set_reason(bridge, GONE);
+        }
+        if let Some(bridge) = self.remove_bridge(key) {
+            let orderly = bridge.state.has_guest_finished();
+            end_other_side(&bridge, orderly, self.cx);
+        }
+    }
+
+    /// Removes a bridge after a reset of its flow, and resets the other end.
+    pub(super) fn end_bridge(&mut self, key: u32) {
+        self.end_with(key, GONE);
+    }
+
+    fn end_with(&mut self, key: u32, reason: &'static str) {
+        self.device.log_closed(key, reason);
+        if let Some(bridge) = self.device.bridges.get_mut(key) {
+            set_reason(bridge, reason);
+        }
+        if let Some(bridge) = self.remove_bridge(key) {
+            end_other_side(&bridge, false, self.cx);
         }
     }
 }

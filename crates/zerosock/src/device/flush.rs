@@ -16,6 +16,7 @@ use super::state::timers::{Timer, Timers};
 use super::virtio::BRIDGE;
 use super::zero_copy::{sends_of, slow_from};
 use super::{Context, Device};
+use crate::device::guest_bridges::GuestBridges;
 use crate::device::host_sockets;
 use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
@@ -45,44 +46,44 @@ enum Wrote {
     Lost,
 }
 
-impl Device {
-    pub(super) fn flush_dirty(&mut self, cx: &mut Context<'_>) {
-        while let Some(key) = self.bridges.next_dirty() {
-            self.flush(key, cx);
+impl GuestBridges<'_, '_> {
+    pub(super) fn flush_dirty(&mut self) {
+        while let Some(key) = self.device.bridges.next_dirty() {
+            self.flush(key);
         }
     }
 
     /// Passes bytes from the guest on, as far as the other end takes them.
-    pub(super) fn flush(&mut self, key: u32, cx: &mut Context<'_>) {
-        if self.has_lost_memory() {
+    pub(super) fn flush(&mut self, key: u32) {
+        if self.device.has_lost_memory() {
             // The bridge ends in a later part, without bytes of the lost memory.
             return;
         }
-        let Some(bridge) = self.bridges.get_mut(key) else {
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
             return;
         };
         if !bridge.state.is_open() {
-            return self.update_bridge(key, cx);
+            return self.update_bridge(key);
         }
         let lingers = bridge.flow.is_none().then(|| bridge.outbound.len());
         match bridge.peer {
-            BridgePeer::Socket { .. } if bridge.messages.is_some() => self.flush_messages(key, cx),
-            BridgePeer::Socket { .. } => self.flush_socket(key, cx),
-            BridgePeer::Sibling(_) => self.flush_sibling(key, cx),
-            _ => self.update_bridge(key, cx),
+            BridgePeer::Socket { .. } if bridge.messages.is_some() => self.flush_messages(key),
+            BridgePeer::Socket { .. } => self.flush_socket(key),
+            BridgePeer::Sibling(_) => self.flush_sibling(key),
+            _ => self.update_bridge(key),
         }
-        if let (Some(before), Some(bridge)) = (lingers, self.bridges.get(key))
+        if let (Some(before), Some(bridge)) = (lingers, self.device.bridges.get(key))
             && bridge.outbound.len() < before
         {
-            self.lingering.note_progress(key, cx.now);
+            self.device.lingering.note_progress(key, self.cx.now);
         }
     }
 
-    fn flush_socket(&mut self, key: u32, cx: &mut Context<'_>) {
+    fn flush_socket(&mut self, key: u32) {
         let mut consumed = 0;
-        let others = self.bridges.chains_of_others(key);
+        let others = self.device.bridges.chains_of_others(key);
         loop {
-            let Some(bridge) = self.bridges.get_mut(key) else {
+            let Some(bridge) = self.device.bridges.get_mut(key) else {
                 return;
             };
             if bridge.outbound.is_empty() || !bridge.flags.has(Flags::WRITABLE) {
@@ -93,10 +94,10 @@ impl Device {
                 // A process can exit at any time, and its last bytes are still to be delivered. So are those
                 // of connections for which there is no place to linger.
                 let by_copy = bridge.forwarded.is_none()
-                    || self.process
-                    || self.queues.is_command_pending()
-                    || self.lingering.len() >= cx.shared.limits.lingering / 2;
-                let Some(tx) = self.queues.rings.tx.as_ref() else {
+                    || self.device.process
+                    || self.device.queues.is_command_pending()
+                    || self.device.lingering.len() >= self.cx.shared.limits.lingering / 2;
+                let Some(tx) = self.device.queues.rings.tx.as_ref() else {
                     break;
                 };
                 let memory = tx.queue.memory();
@@ -104,7 +105,7 @@ impl Device {
                     true => 0,
                     false => zero_copy_room(bridge, &tx.queue, others),
                 };
-                send_zero_copy(bridge, memory, room, cx)
+                send_zero_copy(bridge, memory, room, self.cx)
                     .unwrap_or_else(|| send_held(bridge, memory))
             } else {
                 send_overflow(bridge)
@@ -123,8 +124,8 @@ impl Device {
                         }
                     }
                     if held {
-                        cx.shared.counters.in_place_bytes.add(bytes as u64);
-                        bridge.advance_held(bytes, zero_copy, &mut self.queues.rings.tx);
+                        self.cx.shared.counters.in_place_bytes.add(bytes as u64);
+                        bridge.advance_held(bytes, zero_copy, &mut self.device.queues.rings.tx);
                     } else {
                         bridge.outbound.advance_overflow(bytes);
                     }
@@ -140,68 +141,70 @@ impl Device {
                 }
                 Wrote::Gone => {
                     consumed += bridge.outbound.len();
-                    self.stop_writing(key, cx);
-                    self.tcp_gone(key, cx);
+                    self.stop_writing(key);
+                    self.tcp_gone(key);
                     break;
                 }
                 Wrote::Lost => {
-                    return self.fail("guest memory vanished under a send", cx);
+                    return self
+                        .device
+                        .fail("guest memory vanished under a send", self.cx);
                 }
             }
         }
-        let Some(bridge) = self.bridges.get_mut(key) else {
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
             return;
         };
         if let Some(flow) = bridge.flow
             && consumed > 0
         {
-            let _ = self.shard.consume(flow, consumed as u32);
-            self.drain_events(cx);
+            let _ = self.device.shard.consume(flow, consumed as u32);
+            self.device.drain_events(self.cx);
         }
-        self.watch_room(key, consumed > 0, cx);
-        self.update_bridge(key, cx);
+        self.watch_room(key, consumed > 0);
+        self.update_bridge(key);
     }
 
     /// Has the poller report room in a socket that is full or to which bytes were `sent`. In a Unix socket
     /// each read of the program makes room: it wakes the worker while the program prepares an answer, and the
     /// answer waits less. Host AF_VSOCK sockets are treated alike. A TCP socket reports room only after it was
     /// full.
-    pub(super) fn watch_room(&mut self, key: u32, sent: bool, cx: &Context<'_>) {
-        let token = self.token(BRIDGE, key);
-        if let Some(bridge) = self.bridges.get_mut(key)
+    pub(super) fn watch_room(&mut self, key: u32, sent: bool) {
+        let token = self.device.token(BRIDGE, key);
+        if let Some(bridge) = self.device.bridges.get_mut(key)
             && !bridge.flags.has(Flags::WATCHES_ROOM)
             && let BridgePeer::Socket { socket, .. } = &bridge.peer
             && (!bridge.flags.has(Flags::WRITABLE) || sent && !socket.is_tcp())
         {
             // Room that there is already is reported too. The call fails only for an unknown socket.
-            let watches = cx.poller.change(socket, token, Interest::All).is_ok();
+            let watches = self.cx.poller.change(socket, token, Interest::All).is_ok();
             bridge.flags.set(Flags::WATCHES_ROOM, watches);
         }
     }
 
     /// Drops the bytes for a host program that has stopped reading, and tells the guest.
-    pub(super) fn stop_writing(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key) else {
+    pub(super) fn stop_writing(&mut self, key: u32) {
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
             return;
         };
-        bridge.clear_outbound(&mut self.queues.rings.tx);
-        self.on_bridge_event(key, BridgeEvent::HostStopped, cx);
+        bridge.clear_outbound(&mut self.device.queues.rings.tx);
+        self.on_bridge_event(key, BridgeEvent::HostStopped);
     }
 
     /// Lends the guest's chains to the sibling. A stalled sibling gets its share, and copies.
-    fn flush_sibling(&mut self, key: u32, cx: &mut Context<'_>) {
-        let others = self.bridges.chains_of_others(key);
-        let Some(bridge) = self.bridges.get_mut(key) else {
+    fn flush_sibling(&mut self, key: u32) {
+        let others = self.device.bridges.chains_of_others(key);
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
             return;
         };
         let BridgePeer::Sibling(sibling) = &mut bridge.peer else {
             return;
         };
-        let (Some(tx), Some(flow)) = (self.queues.rings.tx.as_mut(), bridge.flow) else {
+        let (Some(tx), Some(flow)) = (self.device.queues.rings.tx.as_mut(), bridge.flow) else {
             return;
         };
         let Peer { device, flow: to } = sibling.peer;
-        let from = Peer::new(self.addr, flow);
+        let from = Peer::new(self.device.addr, flow);
         let size = tx.queue.size();
         let half = usize::from(size / 2).saturating_sub(others);
         let most = match sibling.stalled {
@@ -221,107 +224,112 @@ impl Device {
                 held,
                 epoch: tx.epoch,
             };
-            cx.outbox.send(device, message);
+            self.cx.outbox.send(device, message);
         }
-        self.spill(key, 0, cx);
-        let Some(bridge) = self.bridges.get_mut(key) else {
+        self.spill(key, 0);
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
             return;
         };
         let bytes = bridge.outbound.take_overflow();
         if !bytes.is_empty() {
-            cx.outbox.send(device, SiblingMessage::Copied { to, bytes });
+            self.cx
+                .outbox
+                .send(device, SiblingMessage::Copied { to, bytes });
         }
-        self.send_message_lengths(key, cx);
-        self.update_bridge(key, cx);
+        self.device.bridges_with(self.cx).send_message_lengths(key);
+        self.update_bridge(key);
     }
 
     /// Restores the invariants of a bridge after its bytes or chains have changed: bounds the held
     /// chains, updates the device's sums and timers, passes on the guest's end of stream once all
     /// bytes have been taken, and removes a bridge that has nothing left to do.
-    pub(super) fn update_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
-        self.bound_held_chains(key, cx);
-        let Some(bridge) = self.bridges.get_mut(key) else {
+    pub(super) fn update_bridge(&mut self, key: u32) {
+        self.bound_held_chains(key);
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
             return;
         };
         if bridge.has_lost_bytes() {
-            return self.end_for_want_of_memory(key, cx);
+            return self.end_for_want_of_memory(key);
         }
-        set_hold_timer(bridge, key, &mut self.timers, cx);
+        set_hold_timer(bridge, key, &mut self.device.timers, self.cx);
         if bridge.outbound.is_empty()
             && bridge.state.apply(BridgeEvent::Delivered) == BridgeAction::EndHost
         {
-            end_host(bridge, cx);
+            end_host(bridge, self.cx);
         }
         let done = bridge.is_delivered() && bridge.flow.is_none();
-        self.bridges.recount(key);
+        self.device.bridges.recount(key);
         if done {
             if let Some(Bridge {
                 peer: BridgePeer::Socket { socket, .. },
                 ..
-            }) = self.remove_bridge(key, cx)
+            }) = self.remove_bridge(key)
                 && socket.is_tcp()
             {
                 // Closing with unread bytes would reset the connection, with bytes under way.
                 host_sockets::leave_nothing_unread(&socket);
             }
-        } else if self.bridges.overflow_bytes() > cx.shared.limits.overflow {
-            self.reset_largest_holders(cx);
+        } else if self.device.bridges.overflow_bytes() > self.cx.shared.limits.overflow {
+            self.reset_largest_holders();
         }
     }
 
     /// Copies out the held chains beyond the connection's share, or all if half of the queue is in use.
-    fn bound_held_chains(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get(key) else {
+    fn bound_held_chains(&mut self, key: u32) {
+        let Some(bridge) = self.device.bridges.get(key) else {
             return;
         };
         let held = bridge.outbound.held_chains();
         if held == 0 || bridge.has_lost_bytes() {
             return;
         }
-        let tx = self.queues.rings.tx.as_ref();
+        let tx = self.device.queues.rings.tx.as_ref();
         let size = tx.map_or(0, |tx| tx.queue.size());
         // Chains in flight cannot be copied out any more.
-        let others = self.bridges.chains_of_others(key) + bridge.chains_in_flight().count();
+        let others = self.device.bridges.chains_of_others(key) + bridge.chains_in_flight().count();
         let keep = if others + held > usize::from(size) / 2 {
             0
         } else {
             share_of(size)
         };
-        self.spill(key, keep, cx);
+        self.spill(key, keep);
     }
 
     /// Copies out the chains that a bridge holds, except the first `keep`.
-    pub(super) fn spill(&mut self, key: u32, keep: usize, cx: &mut Context<'_>) {
-        if let Some(bridge) = self.bridges.get_mut(key) {
-            let copied = bridge.spill(keep, &mut self.queues.rings.tx);
-            cx.shared.counters.copied_bytes.add(copied as u64);
+    pub(super) fn spill(&mut self, key: u32, keep: usize) {
+        if let Some(bridge) = self.device.bridges.get_mut(key) {
+            let copied = bridge.spill(keep, &mut self.device.queues.rings.tx);
+            self.cx.shared.counters.copied_bytes.add(copied as u64);
         }
     }
 
     /// Resets a connection after an allocation for its bytes failed.
     #[cold]
-    pub(super) fn end_for_want_of_memory(&mut self, key: u32, cx: &mut Context<'_>) {
-        self.count_lost_bytes(cx);
-        self.reset_bridge(key, cx);
-    }
-
-    /// Counts and logs a connection that is reset because an allocation for its bytes failed.
-    pub(super) fn count_lost_bytes(&self, cx: &Context<'_>) {
-        cx.shared.counters.no_memory.add(1);
-        self.warn("connection reset: out of memory for its bytes");
+    pub(super) fn end_for_want_of_memory(&mut self, key: u32) {
+        self.device.count_lost_bytes(self.cx);
+        self.reset_bridge(key);
     }
 
     /// Resets the connections with the most copied bytes until an eighth of the device's overflow
     /// limit is free. The margin makes the scan of all connections rare, however small their parts.
-    fn reset_largest_holders(&mut self, cx: &mut Context<'_>) {
-        for key in self.bridges.largest_holders() {
-            if self.bridges.overflow_bytes() <= cx.shared.limits.overflow / 8 * 7 {
+    fn reset_largest_holders(&mut self) {
+        for key in self.device.bridges.largest_holders() {
+            if self.device.bridges.overflow_bytes() <= self.cx.shared.limits.overflow / 8 * 7 {
                 break;
             }
-            cx.shared.counters.overflow_resets.add(1);
-            self.warn("connection reset: its reader stalls and the overflow limit is reached");
-            self.reset_bridge(key, cx);
+            self.cx.shared.counters.overflow_resets.add(1);
+            self.device
+                .warn("connection reset: its reader stalls and the overflow limit is reached");
+            self.reset_bridge(key);
         }
+    }
+}
+
+impl Device {
+    /// Counts and logs a connection that is reset because an allocation for its bytes failed.
+    pub(super) fn count_lost_bytes(&self, cx: &Context<'_>) {
+        cx.shared.counters.no_memory.add(1);
+        self.warn("connection reset: out of memory for its bytes");
     }
 }
 

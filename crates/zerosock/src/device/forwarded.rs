@@ -10,6 +10,7 @@
 //!   connect time-out.
 //! - A reset of either side resets the other; an end of stream shuts down the other in one direction.
 
+use crate::device::guest_bridges::GuestBridges;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -53,7 +54,7 @@ pub(crate) fn all_dials(peers: usize) -> usize {
     dials(peers).saturating_mul(peers.max(16))
 }
 
-impl Device {
+impl GuestBridges<'_, '_> {
     /// Connects a flow of the guest by `rule` to a target outside.
     pub(super) fn forward_connect(
         &mut self,
@@ -61,44 +62,203 @@ impl Device {
         from: Address,
         port: Port,
         rule: &Arc<ActiveRule>,
-        cx: &mut Context<'_>,
     ) {
-        let Some((target, admitted)) = self.admit_by(rule, from, port) else {
-            cx.shared.counters.refuse(RefusalCause::Limit);
-            let _ = self.shard.reject(flow);
+        let Some((target, admitted)) = self.device.admit_by(rule, from, port) else {
+            self.cx.shared.counters.refuse(RefusalCause::Limit);
+            let _ = self.device.shard.reject(flow);
             return;
         };
-        let deadline = cx.now + connect_timeout(rule, cx);
-        let key = self.add_bridge(flow, BridgePeer::Resolving(None), cx);
+        let deadline = self.cx.now + connect_timeout(rule, self.cx);
+        let key = self.add_bridge(flow, BridgePeer::Resolving(None));
         let remote = Remote::Target {
             target: target.clone(),
             address: None,
         };
-        if let Some(bridge) = self.bridges.get_mut(key) {
+        if let Some(bridge) = self.device.bridges.get_mut(key) {
             let forwarded = Forwarded::new(admitted, from, remote, rule.rule.idle())
                 .with_zero_copy(rule.rule.zero_copy);
             bridge.forwarded = Some(Box::new(forwarded));
         }
-        match self.connect_by(rule, &target) {
-            Some(Attempt::Ready(socket)) => self.host_connected(key, socket, cx),
+        match self.device.connect_by(rule, &target) {
+            Some(Attempt::Ready(socket)) => self.host_connected(key, socket),
             Some(Attempt::InProgress(socket)) => {
-                self.watch(key, BridgePeer::Connecting { socket, deadline }, cx);
-                self.timers.set(deadline, Timer::Connect(key));
+                self.watch(key, BridgePeer::Connecting { socket, deadline });
+                self.device.timers.set(deadline, Timer::Connect(key));
             }
             Some(Attempt::Refused(error)) => {
                 let refusal = match is_ip(&target) {
                     true => error.into(),
                     false => Refusal::by_unix_socket(error),
                 };
-                self.refuse(key, &refusal, cx);
+                self.refuse(key, &refusal);
             }
             None | Some(Attempt::Later | Attempt::NeedsConnector) => {
-                let request = request_by(rule, target, from, port, cx);
-                self.dial(key, flow, request, cx);
+                let request = request_by(rule, target, from, port, self.cx);
+                self.dial(key, flow, request);
             }
         }
     }
 
+    /// Lets the connector make a connection.
+    pub(super) fn dial(&mut self, key: u32, flow: FlowId, request: ConnectRequest) {
+        match self
+            .device
+            .ask_connector(DialedFor::Flow(flow), request, self.cx)
+        {
+            Ok(pending) => {
+                if let Some(bridge) = self.device.bridges.get_mut(key) {
+                    bridge.peer = BridgePeer::Resolving(Some(pending));
+                }
+            }
+            Err(reason) => self.refuse(key, &Refusal::new(RefusalCause::Limit, reason)),
+        }
+    }
+
+    /// Handles the connector's answer.
+    pub(super) fn dialed(&mut self, to: FlowId, outcome: Result<Box<Dialed>, Refusal>) {
+        // Without a bridge the guest has given up already, and the socket is closed.
+        let Some((key, bridge)) = self.device.bridges.of_flow(to) else {
+            return;
+        };
+        if !matches!(bridge.peer, BridgePeer::Resolving(_)) {
+            return;
+        }
+        match outcome {
+            Ok(dialed) => {
+                if let Some(forwarded) = &mut bridge.forwarded {
+                    forwarded.set_address(dialed.address);
+                }
+                self.host_connected(key, dialed.socket);
+            }
+            Err(refusal) => self.refuse(key, &refusal),
+        }
+    }
+
+    /// Connects a client of a listening rule to the guest.
+    pub(super) fn client_connects(&mut self, client: Client) {
+        let Client {
+            socket,
+            socket_type,
+            to,
+            forwarded,
+            ..
+        } = client;
+        match self.device.account.take_descriptors(1) {
+            Ok(permit) => {
+                let caller = Caller {
+                    socket: socket.recount(permit),
+                    socket_type,
+                    to,
+                    wants_ok: false,
+                    forwarded: Some(forwarded),
+                };
+                self.call_guest(caller, false);
+            }
+            Err(exceeded) => {
+                self.cx.shared.counters.refuse(RefusalCause::Limit);
+                self.device
+                    .refuse_forwarded(&forwarded, &exceeded.to_string());
+                socket.abort();
+            }
+        }
+    }
+
+    /// Begins to account for a bridge whose two sides are connected.
+    pub(super) fn forwarded_opened(&mut self, key: u32) {
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
+            return;
+        };
+        if let Some(forwarded) = &mut bridge.forwarded {
+            forwarded.open(&self.device.access_log);
+            if let Some(at) = forwarded.start_idle(self.cx.now) {
+                self.device.timers.set(at, Timer::Idle(key));
+            }
+        }
+    }
+
+    /// Resets a connection on which no byte has passed for its idle time-out.
+    pub(super) fn idle_timed_out(&mut self, key: u32) {
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
+            return;
+        };
+        let Some(forwarded) = &mut bridge.forwarded else {
+            return;
+        };
+        // A lingering bridge has a time-out of its own.
+        if bridge.flow.is_none() || forwarded.idle.is_none_or(|idle| idle.next > self.cx.now) {
+            return;
+        }
+        match forwarded.check_idle(self.cx.now) {
+            Some(at) => self.device.timers.set(at, Timer::Idle(key)),
+            None => {
+                forwarded.set_reason("idle");
+                self.reset_bridge(key);
+            }
+        }
+    }
+
+    /// Handles a failed receive from the socket of a bridge. Returns false if it was no TCP socket.
+    pub(super) fn tcp_failed(&mut self, key: u32, errno: Option<Errno>) -> bool {
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
+            return true;
+        };
+        if !is_tcp(bridge) {
+            return false;
+        }
+        set_reason(bridge, reason_of(errno));
+        self.reset_bridge(key);
+        true
+    }
+
+    /// Handles a failed send to the socket of a bridge: bytes that a TCP peer has sent before its reset
+    /// still go to the guest, and the reset follows them.
+    pub(super) fn tcp_gone(&mut self, key: u32) {
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
+            return;
+        };
+        if !is_tcp(bridge) {
+            return;
+        }
+        set_reason(bridge, reason_of(Some(Errno::CONNRESET)));
+        if !bridge.state.reads() || bridge.flow.is_none() {
+            return self.reset_bridge(key);
+        }
+        if let Some(forwarded) = &mut bridge.forwarded {
+            forwarded.reset_by_remote = true;
+        }
+        bridge.set_readable();
+        self.device.bridges.enqueue(key);
+    }
+
+    /// Handles the end of file of a bridge's socket that its peer has reset before. Returns false if
+    /// there was no reset.
+    pub(super) fn ended_by_reset(&mut self, key: u32) -> bool {
+        let bridge = self.device.bridges.get(key);
+        let forwarded = bridge.and_then(|bridge| bridge.forwarded.as_ref());
+        let reset = forwarded.is_some_and(|forwarded| forwarded.reset_by_remote);
+        if reset {
+            self.reset_bridge(key);
+        }
+        reset
+    }
+
+    /// Handles the failure of a TCP socket whose end of file was read before. Returns false if it has
+    /// not failed.
+    pub(super) fn tcp_reset_after_end(&mut self, key: u32) -> bool {
+        let errno = match self.device.bridges.get(key).map(|bridge| &bridge.peer) {
+            Some(BridgePeer::Socket { socket, .. }) if socket.is_tcp() => {
+                sockopt::socket_error(socket)
+            }
+            _ => return false,
+        };
+        let Ok(Err(errno)) = errno else {
+            return false;
+        };
+        self.tcp_failed(key, Some(errno))
+    }
+}
+
+impl Device {
     /// The target of a rule for a connection or a datagram of `from` to `port`. `None`: the rule or its
     /// limit refuses it, which is counted and logged.
     pub(super) fn admit_by(
@@ -128,24 +288,6 @@ impl Device {
         }
     }
 
-    /// Lets the connector make a connection.
-    pub(super) fn dial(
-        &mut self,
-        key: u32,
-        flow: FlowId,
-        request: ConnectRequest,
-        cx: &mut Context<'_>,
-    ) {
-        match self.ask_connector(DialedFor::Flow(flow), request, cx) {
-            Ok(pending) => {
-                if let Some(bridge) = self.bridges.get_mut(key) {
-                    bridge.peer = BridgePeer::Resolving(Some(pending));
-                }
-            }
-            Err(reason) => self.refuse(key, &Refusal::new(RefusalCause::Limit, reason), cx),
-        }
-    }
-
     /// Sends the connector a request, whose answer comes as a message. The error is why it is refused.
     pub(super) fn ask_connector(
         &self,
@@ -172,158 +314,6 @@ impl Device {
             _request: request_permit,
         };
         Ok(connector.connect(request, Box::new(move |result| answer.send(result))))
-    }
-
-    /// Handles the connector's answer.
-    pub(super) fn dialed(
-        &mut self,
-        to: FlowId,
-        outcome: Result<Box<Dialed>, Refusal>,
-        cx: &mut Context<'_>,
-    ) {
-        // Without a bridge the guest has given up already, and the socket is closed.
-        let Some((key, bridge)) = self.bridges.of_flow(to) else {
-            return;
-        };
-        if !matches!(bridge.peer, BridgePeer::Resolving(_)) {
-            return;
-        }
-        match outcome {
-            Ok(dialed) => {
-                if let Some(forwarded) = &mut bridge.forwarded {
-                    forwarded.set_address(dialed.address);
-                }
-                self.host_connected(key, dialed.socket, cx);
-            }
-            Err(refusal) => self.refuse(key, &refusal, cx),
-        }
-    }
-
-    /// Connects a client of a listening rule to the guest.
-    pub(super) fn client_connects(&mut self, client: Client, cx: &mut Context<'_>) {
-        let Client {
-            socket,
-            socket_type,
-            to,
-            forwarded,
-            ..
-        } = client;
-        match self.account.take_descriptors(1) {
-            Ok(permit) => {
-                let caller = Caller {
-                    socket: socket.recount(permit),
-                    socket_type,
-                    to,
-                    wants_ok: false,
-                    forwarded: Some(forwarded),
-                };
-                self.call_guest(caller, false, cx);
-            }
-            Err(exceeded) => {
-                cx.shared.counters.refuse(RefusalCause::Limit);
-                self.refuse_forwarded(&forwarded, &exceeded.to_string());
-                socket.abort();
-            }
-        }
-    }
-
-    /// Begins to account for a bridge whose two sides are connected.
-    pub(super) fn forwarded_opened(&mut self, key: u32, cx: &Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key) else {
-            return;
-        };
-        if let Some(forwarded) = &mut bridge.forwarded {
-            forwarded.open(&self.access_log);
-            if let Some(at) = forwarded.start_idle(cx.now) {
-                self.timers.set(at, Timer::Idle(key));
-            }
-        }
-    }
-
-    /// Resets a connection on which no byte has passed for its idle time-out.
-    pub(super) fn idle_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key) else {
-            return;
-        };
-        let Some(forwarded) = &mut bridge.forwarded else {
-            return;
-        };
-        // A lingering bridge has a time-out of its own.
-        if bridge.flow.is_none() || forwarded.idle.is_none_or(|idle| idle.next > cx.now) {
-            return;
-        }
-        match forwarded.check_idle(cx.now) {
-            Some(at) => self.timers.set(at, Timer::Idle(key)),
-            None => {
-                forwarded.set_reason("idle");
-                self.reset_bridge(key, cx);
-            }
-        }
-    }
-
-    /// Handles a failed receive from the socket of a bridge. Returns false if it was no TCP socket.
-    pub(super) fn tcp_failed(
-        &mut self,
-        key: u32,
-        errno: Option<Errno>,
-        cx: &mut Context<'_>,
-    ) -> bool {
-        let Some(bridge) = self.bridges.get_mut(key) else {
-            return true;
-        };
-        if !is_tcp(bridge) {
-            return false;
-        }
-        set_reason(bridge, reason_of(errno));
-        self.reset_bridge(key, cx);
-        true
-    }
-
-    /// Handles a failed send to the socket of a bridge: bytes that a TCP peer has sent before its reset
-    /// still go to the guest, and the reset follows them.
-    pub(super) fn tcp_gone(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key) else {
-            return;
-        };
-        if !is_tcp(bridge) {
-            return;
-        }
-        set_reason(bridge, reason_of(Some(Errno::CONNRESET)));
-        if !bridge.state.reads() || bridge.flow.is_none() {
-            return self.reset_bridge(key, cx);
-        }
-        if let Some(forwarded) = &mut bridge.forwarded {
-            forwarded.reset_by_remote = true;
-        }
-        bridge.set_readable();
-        self.bridges.enqueue(key);
-    }
-
-    /// Handles the end of file of a bridge's socket that its peer has reset before. Returns false if
-    /// there was no reset.
-    pub(super) fn ended_by_reset(&mut self, key: u32, cx: &mut Context<'_>) -> bool {
-        let bridge = self.bridges.get(key);
-        let forwarded = bridge.and_then(|bridge| bridge.forwarded.as_ref());
-        let reset = forwarded.is_some_and(|forwarded| forwarded.reset_by_remote);
-        if reset {
-            self.reset_bridge(key, cx);
-        }
-        reset
-    }
-
-    /// Handles the failure of a TCP socket whose end of file was read before. Returns false if it has
-    /// not failed.
-    pub(super) fn tcp_reset_after_end(&mut self, key: u32, cx: &mut Context<'_>) -> bool {
-        let errno = match self.bridges.get(key).map(|bridge| &bridge.peer) {
-            Some(BridgePeer::Socket { socket, .. }) if socket.is_tcp() => {
-                sockopt::socket_error(socket)
-            }
-            _ => return false,
-        };
-        let Ok(Err(errno)) = errno else {
-            return false;
-        };
-        self.tcp_failed(key, Some(errno), cx)
     }
 
     /// Counts a forwarded connection that is refused, and logs it.

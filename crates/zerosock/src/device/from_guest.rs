@@ -8,6 +8,7 @@ use super::flush::share_of;
 use super::outbound::HeldChain;
 use super::state::program::HostToken;
 use super::{Context, Device};
+use crate::device::half::DeviceHalf;
 use crate::header;
 use crate::table::sockets::{
     Arrival, HeldBuffer, LeaseParts, MessageEnd, NoLease, Shown, StreamId,
@@ -138,7 +139,7 @@ impl Drop for ShownPackets<'_, '_> {
         if device.shard.has_events() || device.bridges.has_dirty() {
             cx.time();
             device.drain_events(cx);
-            device.flush_dirty(cx);
+            device.bridges_with(cx).flush_dirty();
         }
     }
 }
@@ -197,8 +198,8 @@ impl Device {
             app.tally.packets_received += taken as u64;
         }
         self.drain_events(cx);
-        self.flush_dirty(cx);
-        self.put_app_controls(cx);
+        self.bridges_with(cx).flush_dirty();
+        self.datagrams_with(cx).put_app_controls();
         if cx.shared.app.is_none() {
             let tx = self.queues.rings.tx.as_ref();
             let has_posted = || tx.is_some_and(|tx| tx.queue.driver_index() != posted);
@@ -207,98 +208,6 @@ impl Device {
                 .turn_ended(self.moved, has_posted, left);
         }
         taken == BUDGET || self.moved >= most
-    }
-
-    /// The fast path for small packets of a connection with the program that holds nothing: passes
-    /// the payload to `look` and completes each chain at once, within `bounds`. Packets of other
-    /// connections are processed as usual. A packet of this connection beyond the bounds is held
-    /// and ends the call.
-    #[inline]
-    pub(crate) fn app_show(
-        &mut self,
-        flow: FlowId,
-        bounds: ShowBounds,
-        look: &mut impl FnMut(Payload<'_>) -> bool,
-        cx: &mut Context<'_>,
-    ) -> Shown {
-        let mut packets = ShownPackets::new(self, flow, cx);
-        let mut more = packets.may_receive();
-        while more
-            && (packets.shown.packets as usize) < bounds.packets
-            && packets.taken < BUDGET as u64
-        {
-            let device = &mut *packets.device;
-            let Some(tx) = &mut device.queues.rings.tx else {
-                break;
-            };
-            let front = tx.front(HEADER_LEN, false);
-            let front =
-                front.and_then(|front| Some((open_front(&mut device.shard, &front)?, front)));
-            let Some((arrival, FrontChain { body, token, .. })) = front else {
-                // A packet of another kind, a chain of another form, or none.
-                more = packets.show_popped(bounds, look);
-                continue;
-            };
-            packets.taken += 1;
-            if packets.shown.takes(&arrival, flow, bounds) {
-                packets.shown.count(&arrival);
-                packets.is_showing = true;
-                more = look(Payload::in_place(&[body.part(0, arrival.len as usize)]));
-                packets.is_showing = false;
-                tx.complete_front(token, 0);
-            } else {
-                let chain = tx.pop_front(token);
-                more = packets.hold(chain, arrival);
-            }
-        }
-        packets.shown
-    }
-
-    /// Leases the next packet of a connection of the program: the first unread one, or if there is none, the
-    /// next that has arrived of `flow`.
-    #[inline]
-    pub(crate) fn app_lease(
-        &mut self,
-        id: StreamId,
-        flow: Option<FlowId>,
-        cx: &mut Context<'_>,
-    ) -> Result<LeaseParts, NoLease> {
-        // Updates whether replaced memory that leases keep mapped permits further leases in place.
-        self.old_memory_fits(cx);
-        let arrived = flow.and_then(|flow| self.app_next(flow, cx));
-        let app = cx.shared.app.as_deref_mut().ok_or(NoLease::Empty)?;
-        match arrived {
-            Some(held) => app.sockets.lease_arrived(id, held, &mut self.store()),
-            None => app.sockets.lease(id, &mut self.store()),
-        }
-    }
-
-    /// Receives packets until one has bytes of `flow`, a stream that holds nothing, and returns it if
-    /// its chain is short. Other packets are processed as usual.
-    #[inline(always)] // as `Sockets::lease_arrived`
-    fn app_next(&mut self, flow: FlowId, cx: &mut Context<'_>) -> Option<HeldBuffer<HostToken>> {
-        let mut packets = ShownPackets::new(self, flow, cx);
-        let mut more = packets.may_receive();
-        while more && packets.taken < BUDGET as u64 {
-            let device = &mut *packets.device;
-            let tx = device.queues.rings.tx.as_mut()?;
-            let front = tx.front(HEADER_LEN, false);
-            let front =
-                front.and_then(|front| Some((open_front(&mut device.shard, &front)?, front.token)));
-            let Some((arrival, token)) = front else {
-                more = packets.show_popped(ShowBounds::HOLD, &mut |_| false);
-                continue;
-            };
-            packets.taken += 1;
-            let chain = tx.pop_front(token);
-            if arrival.flow == flow && arrival.ends.is_none() {
-                packets.delivered += u64::from(arrival.len);
-                let app = packets.cx.shared.app.as_deref_mut()?;
-                return device.hold_for_program(chain, arrival.len, MessageEnd::Nothing, None, app);
-            }
-            more = packets.hold(chain, arrival);
-        }
-        None
     }
 
     pub(super) fn receive_packet(&mut self, chain: Chain, cx: &mut Context<'_>) {
@@ -335,7 +244,7 @@ impl Device {
             None if header.socket_type.get() == SocketType::Datagram as u16
                 && self.datagrams.are_negotiated() =>
             {
-                self.guest_datagram(chain, header, cx);
+                self.datagrams_with(cx).guest_datagram(chain, header);
                 return None;
             }
             // Only the first queue pair carries datagrams; they get no answer.
@@ -383,7 +292,7 @@ impl Device {
         }
         self.moved += len as usize;
         let Some((key, bridge)) = self.bridges.of_flow(flow) else {
-            return self.app_deliver(chain, arrival, cx);
+            return self.half(cx).deliver(chain, arrival);
         };
         let Some(tx) = self.queues.rings.tx.as_mut() else {
             return;
@@ -405,5 +314,99 @@ impl Device {
             cx.shared.counters.copied_bytes.add(u64::from(len));
             tx.complete(chain, 0);
         }
+    }
+}
+
+impl DeviceHalf<'_, '_> {
+    /// The fast path for small packets of a connection with the program that holds nothing: passes
+    /// the payload to `look` and completes each chain at once, within `bounds`. Packets of other
+    /// connections are processed as usual. A packet of this connection beyond the bounds is held
+    /// and ends the call.
+    #[inline]
+    pub(crate) fn show(
+        &mut self,
+        flow: FlowId,
+        bounds: ShowBounds,
+        look: &mut impl FnMut(Payload<'_>) -> bool,
+    ) -> Shown {
+        let mut packets = ShownPackets::new(self.device, flow, self.cx);
+        let mut more = packets.may_receive();
+        while more
+            && (packets.shown.packets as usize) < bounds.packets
+            && packets.taken < BUDGET as u64
+        {
+            let device = &mut *packets.device;
+            let Some(tx) = &mut device.queues.rings.tx else {
+                break;
+            };
+            let front = tx.front(HEADER_LEN, false);
+            let front =
+                front.and_then(|front| Some((open_front(&mut device.shard, &front)?, front)));
+            let Some((arrival, FrontChain { body, token, .. })) = front else {
+                // A packet of another kind, a chain of another form, or none.
+                more = packets.show_popped(bounds, look);
+                continue;
+            };
+            packets.taken += 1;
+            if packets.shown.takes(&arrival, flow, bounds) {
+                packets.shown.count(&arrival);
+                packets.is_showing = true;
+                more = look(Payload::in_place(&[body.part(0, arrival.len as usize)]));
+                packets.is_showing = false;
+                tx.complete_front(token, 0);
+            } else {
+                let chain = tx.pop_front(token);
+                more = packets.hold(chain, arrival);
+            }
+        }
+        packets.shown
+    }
+
+    /// Leases the next packet of a connection of the program: the first unread one, or if there is none, the
+    /// next that has arrived of `flow`.
+    #[inline]
+    pub(crate) fn lease(
+        &mut self,
+        id: StreamId,
+        flow: Option<FlowId>,
+    ) -> Result<LeaseParts, NoLease> {
+        // Updates whether replaced memory that leases keep mapped permits further leases in place.
+        self.old_memory_fits();
+        let arrived = flow.and_then(|flow| self.next(flow));
+        let app = self.cx.shared.app.as_deref_mut().ok_or(NoLease::Empty)?;
+        match arrived {
+            Some(held) => app
+                .sockets
+                .lease_arrived(id, held, &mut self.device.store()),
+            None => app.sockets.lease(id, &mut self.device.store()),
+        }
+    }
+
+    /// Receives packets until one has bytes of `flow`, a stream that holds nothing, and returns it if
+    /// its chain is short. Other packets are processed as usual.
+    #[inline(always)] // as `Sockets::lease_arrived`
+    fn next(&mut self, flow: FlowId) -> Option<HeldBuffer<HostToken>> {
+        let mut packets = ShownPackets::new(self.device, flow, self.cx);
+        let mut more = packets.may_receive();
+        while more && packets.taken < BUDGET as u64 {
+            let device = &mut *packets.device;
+            let tx = device.queues.rings.tx.as_mut()?;
+            let front = tx.front(HEADER_LEN, false);
+            let front =
+                front.and_then(|front| Some((open_front(&mut device.shard, &front)?, front.token)));
+            let Some((arrival, token)) = front else {
+                more = packets.show_popped(ShowBounds::HOLD, &mut |_| false);
+                continue;
+            };
+            packets.taken += 1;
+            let chain = tx.pop_front(token);
+            if arrival.flow == flow && arrival.ends.is_none() {
+                packets.delivered += u64::from(arrival.len);
+                let app = packets.cx.shared.app.as_deref_mut()?;
+                return device.hold_for_program(chain, arrival.len, MessageEnd::Nothing, None, app);
+            }
+            more = packets.hold(chain, arrival);
+        }
+        None
     }
 }

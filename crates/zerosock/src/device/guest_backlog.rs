@@ -9,6 +9,7 @@
 //! - A program is in one list, or its attempt is under way, until it is connected or refused.
 //! - A program that waits has no bridge, and its socket is not in the poller.
 
+use crate::device::guest_bridges::GuestBridges;
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -19,7 +20,6 @@ use super::state::bridge::BridgePeer;
 use super::state::guest_backlogs::{GuestBacklog, GuestConnect};
 use super::state::host::Caller;
 use super::state::timers::Timer;
-use super::{Context, Device};
 use crate::stats::RefusalCause;
 
 /// The first pause.
@@ -29,63 +29,55 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 /// Programs that are refused per call.
 const BUDGET: usize = 64;
 
-impl Device {
+impl GuestBridges<'_, '_> {
     /// Puts a program behind others that wait for the same port. Returns it if none does.
-    pub(super) fn wait_for_listener(
-        &mut self,
-        caller: Caller,
-        watched: bool,
-        cx: &mut Context<'_>,
-    ) -> Option<Caller> {
-        if !self.accepts_requests() || !self.guest_backlogs.has_room() {
+    pub(super) fn wait_for_listener(&mut self, caller: Caller, watched: bool) -> Option<Caller> {
+        if !self.device.accepts_requests() || !self.device.guest_backlogs.has_room() {
             return Some(caller);
         }
-        let Some(port) = self.guest_backlogs.ports.get_mut(&caller.to) else {
+        let Some(port) = self.device.guest_backlogs.ports.get_mut(&caller.to) else {
             return Some(caller);
         };
         if watched {
-            cx.poller.remove(&caller.socket);
+            self.cx.poller.remove(&caller.socket);
         }
-        let deadline = cx.now + cx.shared.limits.connect;
+        let deadline = self.cx.now + self.cx.shared.limits.connect;
         port.waiting.push_back((deadline, caller));
         None
     }
 
-    /// Records a connect that the guest has not answered yet.
-    pub(super) fn await_answer(&mut self, flow: FlowId, connect: GuestConnect) {
-        self.guest_backlogs.unanswered.insert(flow, connect);
-    }
-
     /// The guest has accepted a connect.
-    pub(super) fn guest_connect_accepted(&mut self, flow: FlowId, cx: &Context<'_>) {
-        if let Some(connect) = self.guest_backlogs.unanswered.remove(&flow) {
-            self.guest_backlogs.note_accepted(connect.to, cx.now);
-            self.attempt_ended(flow, connect.to, None, cx);
+    pub(super) fn guest_connect_accepted(&mut self, flow: FlowId) {
+        if let Some(connect) = self.device.guest_backlogs.unanswered.remove(&flow) {
+            self.device
+                .guest_backlogs
+                .note_accepted(connect.to, self.cx.now);
+            self.attempt_ended(flow, connect.to, None);
         }
     }
 
     /// The guest has refused a connect by a reset. Returns whether the program waits for another attempt.
-    pub(super) fn guest_connect_refused(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
-        let all = &mut self.guest_backlogs;
+    pub(super) fn guest_connect_refused(&mut self, flow: FlowId) -> bool {
+        let all = &mut self.device.guest_backlogs;
         let Some(connect) = all.unanswered.remove(&flow) else {
             return false;
         };
-        let retries = self.queue_pairs.used == QueuePairs::ONE
-            && all.has_accepted_lately(connect.to, cx.now)
+        let retries = self.device.queue_pairs.used == QueuePairs::ONE
+            && all.has_accepted_lately(connect.to, self.cx.now)
             && all.has_room()
-            && cx.now < connect.deadline;
-        let bridge = self.bridges.key_of(flow).filter(|_| retries);
-        let Some(bridge) = bridge.and_then(|key| self.bridges.remove(key)) else {
-            self.attempt_ended(flow, connect.to, None, cx);
+            && self.cx.now < connect.deadline;
+        let bridge = self.device.bridges.key_of(flow).filter(|_| retries);
+        let Some(bridge) = bridge.and_then(|key| self.device.bridges.remove(key)) else {
+            self.attempt_ended(flow, connect.to, None);
             return false;
         };
-        cx.shared.counters.conns_removed.add(1);
+        self.cx.shared.counters.conns_removed.add(1);
         let BridgePeer::Socket { socket, .. } = bridge.peer else {
             // Only these are recorded.
             return false;
         };
         // An event would be attributed to the next bridge with this key.
-        cx.poller.remove(&socket);
+        self.cx.poller.remove(&socket);
         let caller = Caller {
             socket,
             socket_type: connect.socket_type,
@@ -94,17 +86,19 @@ impl Device {
             forwarded: bridge.forwarded,
         };
         let deadline = connect.deadline;
-        match self.guest_backlogs.ports.get_mut(&connect.to) {
+        match self.device.guest_backlogs.ports.get_mut(&connect.to) {
             None => {
-                let next = deadline.min(cx.now + FIRST_PAUSE);
+                let next = deadline.min(self.cx.now + FIRST_PAUSE);
                 let port = GuestBacklog {
                     waiting: VecDeque::from([(deadline, caller)]),
                     pause: FIRST_PAUSE,
                     next,
                     attempt: None,
                 };
-                self.guest_backlogs.ports.insert(connect.to, port);
-                self.timers.set(next, Timer::GuestBacklog(connect.to));
+                self.device.guest_backlogs.ports.insert(connect.to, port);
+                self.device
+                    .timers
+                    .set(next, Timer::GuestBacklog(connect.to));
             }
             Some(port) => {
                 // Those of a burst were refused in the order of their connects.
@@ -114,22 +108,22 @@ impl Device {
                 let at = if port.attempt == Some(flow) { 0 } else { at };
                 port.waiting.insert(at, (deadline, caller));
                 let pause = (port.pause * 2).min(LONGEST_PAUSE);
-                self.attempt_ended(flow, connect.to, Some(pause), cx);
+                self.attempt_ended(flow, connect.to, Some(pause));
             }
         }
         true
     }
 
     /// A connect has ended without an answer.
-    pub(super) fn forget_guest_connect(&mut self, flow: FlowId, cx: &Context<'_>) {
-        if let Some(connect) = self.guest_backlogs.unanswered.remove(&flow) {
-            self.attempt_ended(flow, connect.to, None, cx);
+    pub(super) fn forget_guest_connect(&mut self, flow: FlowId) {
+        if let Some(connect) = self.device.guest_backlogs.unanswered.remove(&flow) {
+            self.attempt_ended(flow, connect.to, None);
         }
     }
 
     /// The attempt of a port has ended: sets the time of the next one, at once without a `pause`.
-    fn attempt_ended(&mut self, flow: FlowId, to: Port, pause: Option<Duration>, cx: &Context<'_>) {
-        if let Some(port) = self.guest_backlogs.ports.get_mut(&to)
+    fn attempt_ended(&mut self, flow: FlowId, to: Port, pause: Option<Duration>) {
+        if let Some(port) = self.device.guest_backlogs.ports.get_mut(&to)
             && port.attempt == Some(flow)
         {
             port.attempt = None;
@@ -137,49 +131,51 @@ impl Device {
             let first = port
                 .waiting
                 .front()
-                .map_or(cx.now, |(deadline, _)| *deadline);
-            let next = cx.now + pause.unwrap_or(Duration::from_nanos(1));
+                .map_or(self.cx.now, |(deadline, _)| *deadline);
+            let next = self.cx.now + pause.unwrap_or(Duration::from_nanos(1));
             port.next = if pause.is_some() {
                 next.min(first)
             } else {
                 next
             };
-            self.timers.set(port.next, Timer::GuestBacklog(to));
+            self.device.timers.set(port.next, Timer::GuestBacklog(to));
         }
     }
 
     /// Refuses the programs that have waited for too long, and tries the first of the others.
-    pub(super) fn retry_guest_connects(&mut self, to: Port, cx: &mut Context<'_>) {
+    pub(super) fn retry_guest_connects(&mut self, to: Port) {
         for _ in 0..BUDGET {
-            let Some(port) = self.guest_backlogs.ports.get_mut(&to) else {
+            let Some(port) = self.device.guest_backlogs.ports.get_mut(&to) else {
                 return;
             };
-            if port.next > cx.now {
+            if port.next > self.cx.now {
                 // The timer of an earlier list of this port.
                 return;
             }
             let Some(&(deadline, _)) = port.waiting.front() else {
                 if port.attempt.is_none() {
-                    self.guest_backlogs.ports.remove(&to);
+                    self.device.guest_backlogs.ports.remove(&to);
                 }
                 return;
             };
-            let is_late = deadline <= cx.now;
+            let is_late = deadline <= self.cx.now;
             if port.attempt.is_some() && !is_late {
                 port.next = deadline;
-                self.timers.set(deadline, Timer::GuestBacklog(to));
+                self.device.timers.set(deadline, Timer::GuestBacklog(to));
                 return;
             }
             let Some((_, caller)) = port.waiting.pop_front() else {
                 return;
             };
             if is_late {
-                self.give_up_guest_connect(caller, cx);
+                self.device
+                    .bridges_with(self.cx)
+                    .give_up_guest_connect(caller);
                 continue;
             }
-            cx.shared.counters.connect_retries.add(1);
-            let attempt = self.try_guest_connect(caller, Port::ANY, false, deadline, cx);
-            let Some(port) = self.guest_backlogs.ports.get_mut(&to) else {
+            self.cx.shared.counters.connect_retries.add(1);
+            let attempt = self.try_guest_connect(caller, Port::ANY, false, deadline);
+            let Some(port) = self.device.guest_backlogs.ports.get_mut(&to) else {
                 return;
             };
             port.attempt = attempt;
@@ -187,40 +183,47 @@ impl Device {
             if attempt.is_some() {
                 let first = port.waiting.front().map(|(deadline, _)| *deadline);
                 port.next = first.unwrap_or(deadline);
-                self.timers.set(port.next, Timer::GuestBacklog(to));
+                self.device.timers.set(port.next, Timer::GuestBacklog(to));
                 return;
             }
         }
         // The rest in the next turn.
-        if let Some(port) = self.guest_backlogs.ports.get_mut(&to) {
-            port.next = cx.now + Duration::from_nanos(1);
-            self.timers.set(port.next, Timer::GuestBacklog(to));
+        if let Some(port) = self.device.guest_backlogs.ports.get_mut(&to) {
+            port.next = self.cx.now + Duration::from_nanos(1);
+            self.device.timers.set(port.next, Timer::GuestBacklog(to));
         }
     }
 
-    fn give_up_guest_connect(&self, caller: Caller, cx: &Context<'_>) {
+    /// Refuses all programs that wait: the driver has gone.
+    pub(super) fn refuse_waiting_callers(&mut self) {
+        let all = std::mem::take(&mut self.device.guest_backlogs);
+        for (to, port) in all.ports {
+            self.device
+                .timers
+                .cancel(port.next, Timer::GuestBacklog(to));
+            for (_, caller) in port.waiting {
+                self.cx.shared.counters.refuse(RefusalCause::Unreachable);
+                self.refuse_caller(caller, "the endpoint has gone");
+            }
+        }
+    }
+
+    /// Records a connect that the guest has not answered yet.
+    pub(super) fn await_answer(&mut self, flow: FlowId, connect: GuestConnect) {
+        self.device.guest_backlogs.unanswered.insert(flow, connect);
+    }
+
+    fn give_up_guest_connect(&self, caller: Caller) {
         let reason = "the backlog of the endpoint's listener stays full";
-        cx.shared.counters.refuse(RefusalCause::Endpoint);
-        tracing::debug!(cid = %self.cid, port = %caller.to, reason, "host program refused");
+        self.cx.shared.counters.refuse(RefusalCause::Endpoint);
+        tracing::debug!(cid = %self.device.cid, port = %caller.to, reason, "host program refused");
         self.refuse_caller(caller, reason);
     }
 
     fn refuse_caller(&self, caller: Caller, reason: &str) {
         if let Some(forwarded) = &caller.forwarded {
-            self.refuse_forwarded(forwarded, reason);
+            self.device.refuse_forwarded(forwarded, reason);
         }
         caller.socket.abort();
-    }
-
-    /// Refuses all programs that wait: the driver has gone.
-    pub(super) fn refuse_waiting_callers(&mut self, cx: &Context<'_>) {
-        let all = std::mem::take(&mut self.guest_backlogs);
-        for (to, port) in all.ports {
-            self.timers.cancel(port.next, Timer::GuestBacklog(to));
-            for (_, caller) in port.waiting {
-                cx.shared.counters.refuse(RefusalCause::Unreachable);
-                self.refuse_caller(caller, "the endpoint has gone");
-            }
-        }
     }
 }

@@ -73,7 +73,7 @@ impl Play {
             wants_ok: true,
             forwarded: None,
         };
-        device.call_guest(caller, false, &mut cx);
+        device.bridges_with(&mut cx).call_guest(caller, false);
     }
 
     fn turn(&mut self) {

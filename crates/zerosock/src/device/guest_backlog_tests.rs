@@ -57,7 +57,7 @@ impl Test {
                 wants_ok: false,
                 forwarded: None,
             };
-            device.call_guest(caller, false, &mut cx);
+            device.bridges_with(&mut cx).call_guest(caller, false);
         }
         self.at(self.now)
     }

@@ -1,4 +1,4 @@
-//! A device as the sender of the embedding program: see [`SendHalf`].
+//! The view of a device for the program that embeds it, as sender: see [`SendHalf`].
 
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ use crate::table::send_half::{ProgramParts, SendHalf, SendParts};
 /// A device and what the worker lends it. A buffer is a chain that the guest has posted, which alone says how
 /// much fits.
 pub(crate) struct DeviceHalf<'a, 'c> {
-    device: &'a mut Device,
-    cx: &'a mut Context<'c>,
+    pub(super) device: &'a mut Device,
+    pub(super) cx: &'a mut Context<'c>,
 }
 
 impl Device {
@@ -172,7 +172,7 @@ impl SendHalf for DeviceHalf<'_, '_> {
 
     fn reset_after_loss(&mut self, flow: FlowId) {
         self.device.count_lost_bytes(self.cx);
-        self.device.reset_app(flow, self.cx);
+        self.device.half(self.cx).reset_app(flow);
     }
 
     #[inline]

@@ -1,8 +1,9 @@
 //! Handshakes of hybrid vsock: host programs send a CONNECT line before their first byte.
 
+use super::Context;
 use super::state::timers::Timer;
 use super::virtio::HANDSHAKE;
-use super::{Context, Device};
+use crate::device::guest_bridges::GuestBridges;
 use crate::device::host_sockets::HostSocket;
 use crate::device::host_sockets::hybrid::{self, Line};
 use crate::device::state::host::{Caller, Handshake};
@@ -10,37 +11,32 @@ use crate::stats::RefusalCause;
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_virtio::poller::{Interest, Readiness, Token};
 
-impl Device {
-    pub(super) fn begin_handshake(
-        &mut self,
-        socket: HostSocket,
-        socket_type: SocketType,
-        cx: &mut Context<'_>,
-    ) {
+impl GuestBridges<'_, '_> {
+    pub(super) fn begin_handshake(&mut self, socket: HostSocket, socket_type: SocketType) {
         // Most programs have sent the line already: such a socket is added to the poller once, as a
         // bridge's.
         let line = hybrid::read_line(&socket, socket_type);
         if line != Line::Partial {
-            return self.end_handshake(socket, socket_type, line, false, cx);
+            return self.end_handshake(socket, socket_type, line, false);
         }
-        let limit = cx.shared.limits.handshakes;
-        if self.handshakes.len() >= limit {
-            cx.shared.counters.refuse(RefusalCause::Limit);
-            return self.warn(&format!(
+        let limit = self.cx.shared.limits.handshakes;
+        if self.device.handshakes.len() >= limit {
+            self.cx.shared.counters.refuse(RefusalCause::Limit);
+            return self.device.warn(&format!(
                 "host program refused: {limit} others have not sent their CONNECT lines yet"
             ));
         }
-        let deadline = cx.now + cx.shared.limits.handshake;
-        let entry = self.handshakes.vacant_entry();
+        let deadline = self.cx.now + self.cx.shared.limits.handshake;
+        let entry = self.device.handshakes.vacant_entry();
         let key = entry.key() as u32;
         let token = Token {
-            device: self.addr.number,
+            device: self.device.addr.number,
             kind: HANDSHAKE,
             key,
         };
         // Bytes that have arrived since the line was read are reported.
-        if let Err(error) = cx.poller.add(&socket, token, Interest::ReadUntilEnd) {
-            self.warn(&format!(
+        if let Err(error) = self.cx.poller.add(&socket, token, Interest::ReadUntilEnd) {
+            self.device.warn(&format!(
                 "cannot add a host program's socket to the poller: {error}"
             ));
             return;
@@ -50,12 +46,12 @@ impl Device {
             socket_type,
             deadline,
         });
-        self.timers.set(deadline, Timer::Handshake(key));
+        self.device.timers.set(deadline, Timer::Handshake(key));
     }
 
     /// Handles bytes from a host program with an incomplete CONNECT line, and its end.
-    pub(crate) fn handshake_ready(&mut self, key: u32, readiness: Readiness, cx: &mut Context<'_>) {
-        let Some(handshake) = self.handshakes.get(key as usize) else {
+    pub(crate) fn handshake_ready(&mut self, key: u32, readiness: Readiness) {
+        let Some(handshake) = self.device.handshakes.get(key as usize) else {
             return;
         };
         let line = match hybrid::read_line(&handshake.socket, handshake.socket_type) {
@@ -65,9 +61,11 @@ impl Device {
             line => line,
         };
         if line != Line::Partial {
-            let done = self.handshakes.remove(key as usize);
-            self.timers.cancel(done.deadline, Timer::Handshake(key));
-            self.end_handshake(done.socket, done.socket_type, line, true, cx);
+            let done = self.device.handshakes.remove(key as usize);
+            self.device
+                .timers
+                .cancel(done.deadline, Timer::Handshake(key));
+            self.end_handshake(done.socket, done.socket_type, line, true);
         }
     }
 
@@ -79,7 +77,6 @@ impl Device {
         socket_type: SocketType,
         line: Line,
         watched: bool,
-        cx: &mut Context<'_>,
     ) {
         match line {
             Line::Connect(to) => {
@@ -90,29 +87,30 @@ impl Device {
                     wants_ok: true,
                     forwarded: None,
                 };
-                self.call_guest(caller, watched, cx);
+                self.call_guest(caller, watched);
             }
             Line::Bad(reason) => {
                 if watched {
-                    forget_handshake(&socket, cx);
+                    forget_handshake(&socket, self.cx);
                 }
-                tracing::debug!(cid = %self.cid, reason, "host program refused: bad CONNECT line");
-                cx.shared.counters.bad_handshakes.add(1);
+                tracing::debug!(cid = %self.device.cid, reason, "host program refused: bad CONNECT line");
+                self.cx.shared.counters.bad_handshakes.add(1);
             }
             Line::Partial => {}
         }
     }
 
-    pub(super) fn handshake_timed_out(&mut self, key: u32, cx: &Context<'_>) {
+    pub(super) fn handshake_timed_out(&mut self, key: u32) {
         let due = self
+            .device
             .handshakes
             .get(key as usize)
-            .is_some_and(|h| h.deadline <= cx.now);
+            .is_some_and(|h| h.deadline <= self.cx.now);
         if due {
-            let handshake = self.handshakes.remove(key as usize);
-            forget_handshake(&handshake.socket, cx);
-            tracing::debug!(cid = %self.cid, "host program refused: no CONNECT line in time");
-            cx.shared.counters.bad_handshakes.add(1);
+            let handshake = self.device.handshakes.remove(key as usize);
+            forget_handshake(&handshake.socket, self.cx);
+            tracing::debug!(cid = %self.device.cid, "host program refused: no CONNECT line in time");
+            self.cx.shared.counters.bad_handshakes.add(1);
         }
     }
 }

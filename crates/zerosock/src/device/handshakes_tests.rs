@@ -1,4 +1,5 @@
 use super::*;
+use crate::device::Device;
 use crate::device::lab::DeviceFixture;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -11,7 +12,9 @@ fn begin(device: &mut Device, bytes: &[u8], cx: &mut Context<'_>) -> UnixStream 
     let permit = device.account.take_descriptors(1).unwrap();
     program.write_all(bytes).unwrap();
     let socket = HostSocket::accepted(ours.into(), permit);
-    device.begin_handshake(socket, SocketType::Stream, cx);
+    device
+        .bridges_with(cx)
+        .begin_handshake(socket, SocketType::Stream);
     program
 }
 
@@ -20,7 +23,9 @@ fn dispatch(device: &mut Device, cx: &mut Context<'_>) {
     let mut events = Events::default();
     events.wait(cx.poller, Some(Duration::ZERO)).unwrap();
     for (token, readiness) in Poller::interpret(&events) {
-        device.handshake_ready(token.key, readiness, cx);
+        device
+            .bridges_with(cx)
+            .handshake_ready(token.key, readiness);
     }
 }
 
@@ -77,7 +82,9 @@ fn refused_handshake_leaves_the_poller_before_it_is_closed() {
     let socket = HostSocket::accepted(ours.into(), permit);
     assert!(socket.is_closed_later());
     program.write_all(b"CONNECT").unwrap();
-    device.begin_handshake(socket, SocketType::Stream, &mut cx);
+    device
+        .bridges_with(&mut cx)
+        .begin_handshake(socket, SocketType::Stream);
     program.write_all(b" 1\n").unwrap();
     dispatch(device, &mut cx);
     assert_eq!(cx.shared.counters.conns_refused.get(), 1);

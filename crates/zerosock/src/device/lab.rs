@@ -82,13 +82,15 @@ impl DeviceFixture {
 
     /// A bridge that may have something for the guest.
     pub(super) fn ready(&mut self) -> u32 {
-        let (device, cx) = self.lend();
+        let (device, mut cx) = self.lend();
         let local = Address::new(Cid::HOST, Port::ANY);
         let peer = Address::new(Cid::new(3), Port::new(1));
         let stream = zerosock_proto::wire::vsock::SocketType::Stream;
         let flow = device.shard.connect(cx.now, local, peer, stream).unwrap();
-        assert!(device.reserve_bridge(flow, &cx));
-        let key = device.add_bridge(flow, BridgePeer::Asked(None), &cx);
+        assert!(device.bridges_with(&mut cx).reserve_bridge(flow));
+        let key = device
+            .bridges_with(&mut cx)
+            .add_bridge(flow, BridgePeer::Asked(None));
         let bridge = device.bridges.get_mut(key).unwrap();
         bridge.state.apply(BridgeEvent::Connected);
         bridge.flags.insert(Flags::READABLE);

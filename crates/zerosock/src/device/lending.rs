@@ -13,6 +13,7 @@
 //! header and is completed. When it is dropped, its chain is un-popped, or, if later chains were
 //! popped since, completed with no bytes, after which the driver posts it again.
 
+use crate::device::half::DeviceHalf;
 use std::sync::Arc;
 
 use zerosock_proto::Address;
@@ -29,17 +30,21 @@ use crate::table::loan_calls::LoanCalls;
 use crate::table::loans::{Lent, LoanOf};
 use crate::table::send_calls::SendCalls;
 
-impl Device {
+impl DeviceHalf<'_, '_> {
     /// Sends the first `len` bytes of a datagram's loan. The loan ends, except on `WouldBlock`.
-    pub(crate) fn app_send_datagram_loan(
+    pub(crate) fn send_datagram_loan(
         &mut self,
         index: u32,
         from: Address,
         len: usize,
         private: Option<&[u8]>,
-        cx: &mut Context<'_>,
     ) -> Result<(), DatagramFault> {
-        let app = cx.shared.app.as_deref().ok_or(DatagramFault::Unknown)?;
+        let app = self
+            .cx
+            .shared
+            .app
+            .as_deref()
+            .ok_or(DatagramFault::Unknown)?;
         let loan = app.loans.get(index).ok_or(DatagramFault::Unknown)?;
         let LoanOf::Datagram(_, to) = loan.of else {
             return Err(DatagramFault::Unknown);
@@ -48,52 +53,20 @@ impl Device {
         if loan.lent.is_none() {
             let bytes = private.unwrap_or_default();
             let bytes = bytes.get(..len).unwrap_or(bytes);
-            let put = self.app_send_datagram(from, to, bytes, cx);
+            let put = self.send_datagram(from, to, bytes);
             if put != Err(NotPut::NoRoom) {
-                self.half(cx).drop_loan(index);
+                self.drop_loan(index);
             }
             return put.map_err(|error| match error {
                 NotPut::NoRoom => DatagramFault::WouldBlock,
                 NotPut::TooLong | NotPut::NotReceived(_) => DatagramFault::TooLong(len),
             });
         }
-        let mut half = self.half(cx);
-        let lent = half.take_lent(index).filter(|lent| half.is_current(lent));
+        let lent = self.take_lent(index).filter(|lent| self.is_current(lent));
         let lent = lent.ok_or(DatagramFault::Unreachable)?;
-        half.transmit(lent.buffer, &data(from, to, len as u32, true));
-        half.count_in_place(len);
+        self.transmit(lent.buffer, &data(from, to, len as u32, true));
+        self.count_in_place(len);
         Ok(())
-    }
-
-    /// Whether a quarter of the posted buffers remains after one more loan.
-    fn leaves_a_quarter(&mut self) -> bool {
-        let loans = self.app.loans;
-        let Some(rx) = self.queues.rings.rx.as_mut() else {
-            return false;
-        };
-        let fits = |posted: u16| {
-            let all = posted.saturating_add(loans);
-            loans < all - all.div_ceil(4)
-        };
-        // `available` is a lower bound; `posted` reads the driver's index.
-        fits(rx.queue.available()) || fits(rx.queue.posted())
-    }
-
-    /// Whether one more buffer may be lent in place, to this connection or for a datagram.
-    pub(super) fn may_lend(&mut self, flow: Option<FlowId>, cx: &mut Context<'_>) -> bool {
-        if !self.old_memory_fits(cx) {
-            return false;
-        }
-        if let Some(flow) = flow {
-            let (Some(loans), Some(rx)) = (self.app.flows.loans_mut(flow), &self.queues.rings.rx)
-            else {
-                return false;
-            };
-            if *loans >= (rx.queue.size() / 8).max(1) {
-                return false;
-            }
-        }
-        self.leaves_a_quarter()
     }
 
     /// Takes back every loan of this device. Bytes written so far are saved, and the holder sends
@@ -101,9 +74,10 @@ impl Device {
     /// no memory for its bytes; it stays out.
     /// With `force`, for a guest that has gone, such a loan is marked revoked, and its chain is not
     /// completed because it may still be written to.
-    pub(super) fn recall_loans(&mut self, force: bool, cx: &mut Context<'_>) -> bool {
-        let (vm, mut all) = (self.addr.number, true);
-        if self.app.loans == 0 {
+    pub(super) fn recall_loans(&mut self, force: bool) -> bool {
+        let Self { device, cx } = self;
+        let (vm, mut all) = (device.addr.number, true);
+        if device.app.loans == 0 {
             return all;
         }
         let Some(app) = cx.shared.app.as_deref_mut() else {
@@ -131,7 +105,7 @@ impl Device {
             else {
                 continue;
             };
-            let rx = self
+            let rx = device
                 .queues
                 .rings
                 .rx
@@ -148,8 +122,8 @@ impl Device {
             if !moved {
                 leases.mark_torn(index);
             }
-            self.app.loans = self.app.loans.saturating_sub(1);
-            if let Some(loans) = loan.flow.and_then(|flow| self.app.flows.loans_mut(flow)) {
+            device.app.loans = device.app.loans.saturating_sub(1);
+            if let Some(loans) = loan.flow.and_then(|flow| device.app.flows.loans_mut(flow)) {
                 *loans = loans.saturating_sub(1);
             }
         }
@@ -157,10 +131,10 @@ impl Device {
     }
 
     /// Tracks memory that the device no longer uses but that leases may keep mapped.
-    pub(super) fn track_old_memory(&mut self, memory: Option<Arc<Memory>>, cx: &Context<'_>) {
-        if let Some(memory) = memory.filter(|_| cx.shared.app.is_some()) {
+    pub(super) fn track_old_memory(&mut self, memory: Option<Arc<Memory>>) {
+        if let Some(memory) = memory.filter(|_| self.cx.shared.app.is_some()) {
             let size = memory.size();
-            self.app.old.0.push((Arc::downgrade(&memory), size));
+            self.device.app.old.0.push((Arc::downgrade(&memory), size));
         }
     }
 
@@ -168,21 +142,55 @@ impl Device {
     /// [`Limits::old_memory`](super::Limits), or within twice the guest's size if that is larger. A
     /// guest that reboots during a read keeps one old table mapped, in the worst case two.
     #[inline]
-    pub(crate) fn old_memory_fits(&mut self, cx: &mut Context<'_>) -> bool {
-        self.app.old.0.is_empty() || self.check_old_memory(cx)
+    pub(crate) fn old_memory_fits(&mut self) -> bool {
+        self.device.app.old.0.is_empty() || self.check_old_memory()
     }
 
     #[cold]
-    fn check_old_memory(&mut self, cx: &mut Context<'_>) -> bool {
-        let size = self
+    fn check_old_memory(&mut self) -> bool {
+        let Self { device, cx } = self;
+        let size = device
             .queues
             .memory
             .as_ref()
             .map_or(0, |memory| memory.size());
-        let few = self.app.old.alive() <= cx.shared.limits.old_memory.max(size.saturating_mul(2));
+        let few = device.app.old.alive() <= cx.shared.limits.old_memory.max(size.saturating_mul(2));
         if let Some(app) = cx.shared.app.as_deref_mut() {
-            app.sockets.lease_copies(self.app.pool, !few);
+            app.sockets.lease_copies(device.app.pool, !few);
         }
         few
+    }
+}
+
+impl Device {
+    /// Whether a quarter of the posted buffers remains after one more loan.
+    fn leaves_a_quarter(&mut self) -> bool {
+        let loans = self.app.loans;
+        let Some(rx) = self.queues.rings.rx.as_mut() else {
+            return false;
+        };
+        let fits = |posted: u16| {
+            let all = posted.saturating_add(loans);
+            loans < all - all.div_ceil(4)
+        };
+        // `available` is a lower bound; `posted` reads the driver's index.
+        fits(rx.queue.available()) || fits(rx.queue.posted())
+    }
+
+    /// Whether one more buffer may be lent in place, to this connection or for a datagram.
+    pub(super) fn may_lend(&mut self, flow: Option<FlowId>, cx: &mut Context<'_>) -> bool {
+        if !self.half(cx).old_memory_fits() {
+            return false;
+        }
+        if let Some(flow) = flow {
+            let (Some(loans), Some(rx)) = (self.app.flows.loans_mut(flow), &self.queues.rings.rx)
+            else {
+                return false;
+            };
+            if *loans >= (rx.queue.size() / 8).max(1) {
+                return false;
+            }
+        }
+        self.leaves_a_quarter()
     }
 }

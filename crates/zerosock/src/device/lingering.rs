@@ -5,23 +5,25 @@
 //! [`Limits::linger`](super::Limits::linger) is closed, and the bytes are lost.
 
 use super::forwarded::set_reason;
-use super::{Context, Device};
+use crate::device::guest_bridges::GuestBridges;
 
-impl Device {
+impl GuestBridges<'_, '_> {
     /// Closes the sockets of programs that have taken nothing for too long.
-    pub(super) fn linger_timed_out(&mut self, cx: &mut Context<'_>) {
-        let limit = cx.shared.limits.linger;
-        for key in self.lingering.due(cx.now, limit) {
-            cx.shared.counters.linger_timeouts.add(1);
+    pub(super) fn linger_timed_out(&mut self) {
+        let limit = self.cx.shared.limits.linger;
+        for key in self.device.lingering.due(self.cx.now, limit) {
+            self.cx.shared.counters.linger_timeouts.add(1);
             tracing::debug!(
-                cid = %self.cid,
+                cid = %self.device.cid,
                 "host socket closed: the program did not take the last bytes in time"
             );
-            if let Some(bridge) = self.bridges.get_mut(key) {
+            if let Some(bridge) = self.device.bridges.get_mut(key) {
                 set_reason(bridge, "the remote side did not take the last bytes");
             }
-            self.end_bridge(key, cx);
+            self.end_bridge(key);
         }
-        self.lingering.recheck(limit, &mut self.timers);
+        self.device
+            .lingering
+            .recheck(limit, &mut self.device.timers);
     }
 }

@@ -1,5 +1,6 @@
 //! The listening sockets of a device on the host.
 
+use crate::device::guest_bridges::GuestBridges;
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -20,49 +21,44 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Connections accepted per call.
 const ACCEPT_BUDGET: usize = 64;
 
-impl Device {
+impl GuestBridges<'_, '_> {
     /// Adds the listeners to the poller. The worker that owns the device calls it once.
-    pub(crate) fn listen(&mut self, cx: &Context<'_>) -> std::io::Result<()> {
-        for (key, listener) in self.host.listeners() {
-            let token = self.token(LISTENER, key);
-            cx.poller.add(listener.socket, token, Interest::Read)?;
+    pub(crate) fn listen(&mut self) -> std::io::Result<()> {
+        for (key, listener) in self.device.host.listeners() {
+            let token = self.device.token(LISTENER, key);
+            self.cx.poller.add(listener.socket, token, Interest::Read)?;
         }
         Ok(())
     }
 
-    /// Removes the listeners from the poller. The reaper closes them later; until then they would
-    /// be reported again and again.
-    pub(super) fn stop_listening(&self, cx: &Context<'_>) {
-        for (_, listener) in self.host.listeners() {
-            cx.poller.remove(listener.socket);
-        }
-    }
-
     /// Accepts pending connections of a listener, up to a budget.
-    pub(crate) fn accept(&mut self, key: u32, cx: &mut Context<'_>) {
-        if self.account.is_clogged() {
+    pub(crate) fn accept(&mut self, key: u32) {
+        if self.device.account.is_clogged() {
             // Closes of this account's earlier sockets are stuck: accept no more for now.
-            self.timers.set(cx.now + ACCEPT_PAUSE, Timer::Accept(key));
+            self.device
+                .timers
+                .set(self.cx.now + ACCEPT_PAUSE, Timer::Accept(key));
             return;
         }
         for _ in 0..ACCEPT_BUDGET {
-            let Some(listener) = self.host.listener(key) else {
+            let Some(listener) = self.device.host.listener(key) else {
                 return;
             };
             let (socket_type, port) = (listener.socket_type, listener.port);
             let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
             match rustix::net::accept_with(listener.socket, flags) {
-                Ok(socket) => match (port, self.account.take_descriptors(1)) {
+                Ok(socket) => match (port, self.device.account.take_descriptors(1)) {
                     (_, Err(exceeded)) => {
                         // No HostSocket was made of it yet, so its close waits for the program
                         // only if descriptors are queued in it.
-                        drop(PeerFd::from(socket).owned_by(&self.account));
-                        cx.shared.counters.refuse(RefusalCause::Limit);
-                        self.warn(&format!("host program refused: {exceeded}"));
+                        drop(PeerFd::from(socket).owned_by(&self.device.account));
+                        self.cx.shared.counters.refuse(RefusalCause::Limit);
+                        self.device
+                            .warn(&format!("host program refused: {exceeded}"));
                     }
                     (None, Ok(permit)) => {
                         let socket = HostSocket::accepted(socket, permit);
-                        self.begin_handshake(socket, socket_type, cx);
+                        self.begin_handshake(socket, socket_type);
                     }
                     (Some(port), Ok(permit)) => {
                         let socket = HostSocket::vsock(socket, permit);
@@ -73,23 +69,35 @@ impl Device {
                             wants_ok: false,
                             forwarded: None,
                         };
-                        self.call_guest(caller, false, cx);
+                        self.call_guest(caller, false);
                     }
                 },
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(e) => {
                     // Most likely out of descriptors. The edge is used up: retry after a pause.
-                    self.warn(&format!(
+                    self.device.warn(&format!(
                         "cannot accept a connection of a host program: {e}"
                     ));
-                    self.timers.set(cx.now + ACCEPT_PAUSE, Timer::Accept(key));
+                    self.device
+                        .timers
+                        .set(self.cx.now + ACCEPT_PAUSE, Timer::Accept(key));
                     return;
                 }
             }
         }
         // There may be more and the edge is used up: continue in the next turn.
-        let next = cx.now + Duration::from_nanos(1);
-        self.timers.set(next, Timer::Accept(key));
+        let next = self.cx.now + Duration::from_nanos(1);
+        self.device.timers.set(next, Timer::Accept(key));
+    }
+}
+
+impl Device {
+    /// Removes the listeners from the poller. The reaper closes them later; until then they would
+    /// be reported again and again.
+    pub(super) fn stop_listening(&self, cx: &Context<'_>) {
+        for (_, listener) in self.host.listeners() {
+            cx.poller.remove(listener.socket);
+        }
     }
 }

@@ -10,6 +10,7 @@
 //! A message from the host is received into the guest's buffers with one `recvmsg` once there is
 //! credit for all of it. A message in too many pieces, or with too few buffers, is copied once.
 
+use crate::device::guest_bridges::GuestBridges;
 use arrayvec::ArrayVec;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
@@ -18,12 +19,12 @@ use zerosock_proto::vsock::{MessageReservation, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, GuestSlice, Memory, SliceBuf};
 
+use super::Device;
 use super::events::emit;
 use super::state::bridge::BridgePeer;
 use super::state::bridge_state::BridgeEvent;
 use super::state::flags::Flags;
 use super::to_guest::Fill;
-use super::{Context, Device};
 use crate::device::host_sockets::HostSocket;
 use crate::device::host_sockets::hybrid::{self, Ahead};
 use crate::fallible;
@@ -86,12 +87,12 @@ fn sent(socket: &HostSocket, result: std::io::Result<usize>) -> Sent {
     }
 }
 
-impl Device {
+impl GuestBridges<'_, '_> {
     /// Sends complete messages to the host socket, as far as it takes them.
-    pub(super) fn flush_messages(&mut self, key: u32, cx: &mut Context<'_>) {
+    pub(super) fn flush_messages(&mut self, key: u32) {
         let (mut bytes, mut empty) = (0, 0);
         loop {
-            let Some(bridge) = self.bridges.get_mut(key) else {
+            let Some(bridge) = self.device.bridges.get_mut(key) else {
                 return;
             };
             let writable = bridge.flags.has(Flags::WRITABLE);
@@ -102,8 +103,8 @@ impl Device {
                 break;
             };
             let len = len as usize;
-            let (sent, held) = self.send_one(key, len, cx);
-            let Some(bridge) = self.bridges.get_mut(key) else {
+            let (sent, held) = self.send_one(key, len);
+            let Some(bridge) = self.device.bridges.get_mut(key) else {
                 return;
             };
             if let Some(forwarded) = &mut bridge.forwarded {
@@ -121,8 +122,8 @@ impl Device {
                     bytes += len;
                     empty += u16::from(len == 0);
                     if held {
-                        cx.shared.counters.in_place_bytes.add(len as u64);
-                        bridge.advance_held(len, false, &mut self.queues.rings.tx);
+                        self.cx.shared.counters.in_place_bytes.add(len as u64);
+                        bridge.advance_held(len, false, &mut self.device.queues.rings.tx);
                     } else {
                         bridge.outbound.advance_overflow(len);
                     }
@@ -134,52 +135,39 @@ impl Device {
                     bridge.flags.remove(Flags::WRITABLE);
                     bridge.flags.insert(Flags::NO_MEMORY);
                 }
-                Sent::TooLong => return self.too_long(key, len, cx),
+                Sent::TooLong => return self.device.bridges_with(self.cx).too_long(key, len),
                 Sent::Gone => {
                     bytes += bridge.outbound.len();
                     if let Some(messages) = &mut bridge.messages {
                         messages.outbound.clear();
                         messages.incomplete = 0;
                     }
-                    self.stop_writing(key, cx);
+                    self.stop_writing(key);
                     break;
                 }
-                Sent::Lost => return self.fail("guest memory vanished under a send", cx),
+                Sent::Lost => {
+                    return self
+                        .device
+                        .fail("guest memory vanished under a send", self.cx);
+                }
             }
         }
         bytes += self.drop_incomplete_message(key);
-        if let Some(flow) = self.bridges.get(key).and_then(|bridge| bridge.flow) {
+        if let Some(flow) = self.device.bridges.get(key).and_then(|bridge| bridge.flow) {
             // Fails if the flow has ended.
-            let _ = self.shard.consume(flow, bytes as u32);
+            let _ = self.device.shard.consume(flow, bytes as u32);
             if empty > 0 {
-                let _ = self.shard.consume_empty(flow, empty);
+                let _ = self.device.shard.consume_empty(flow, empty);
             }
-            self.drain_events(cx);
+            self.device.drain_events(self.cx);
         }
-        self.watch_room(key, bytes > 0, cx);
-        self.update_bridge(key, cx);
-    }
-
-    /// Drops a message that the guest can no longer complete; returns its bytes.
-    fn drop_incomplete_message(&mut self, key: u32) -> usize {
-        let Some(bridge) = self.bridges.get_mut(key) else {
-            return 0;
-        };
-        let Some(messages) = &mut bridge.messages else {
-            return 0;
-        };
-        if !bridge.state.has_guest_finished() || !messages.outbound.is_empty() {
-            return 0;
-        }
-        messages.incomplete = 0;
-        let bytes = bridge.outbound.len();
-        bridge.clear_outbound(&mut self.queues.rings.tx);
-        bytes
+        self.watch_room(key, bytes > 0);
+        self.update_bridge(key);
     }
 
     /// Sends the first `len` bytes from the guest. Returns the result, and whether they were sent
     /// from guest memory.
-    fn send_one(&mut self, key: u32, len: usize, cx: &mut Context<'_>) -> (Sent, bool) {
+    fn send_one(&mut self, key: u32, len: usize) -> (Sent, bool) {
         let in_place = |device: &Device| {
             let bridge = device.bridges.get(key)?;
             let (BridgePeer::Socket { socket, .. }, Some(tx)) =
@@ -196,15 +184,15 @@ impl Device {
             }
             Some(send_slices(socket, &slices))
         };
-        if let Some(sent) = in_place(self) {
+        if let Some(sent) = in_place(self.device) {
             return (sent, true);
         }
         // Copied already, or in too many pieces. An empty message needs no bytes: held chains
         // behind it stay held.
         if len > 0 {
-            self.spill(key, 0, cx);
+            self.spill(key, 0);
         }
-        let Some(bridge) = self.bridges.get(key) else {
+        let Some(bridge) = self.device.bridges.get(key) else {
             return (Sent::Gone, false);
         };
         let BridgePeer::Socket { socket, .. } = &bridge.peer else {
@@ -215,13 +203,13 @@ impl Device {
     }
 
     /// Receives messages of the host socket into the guest's buffers.
-    pub(super) fn fill_messages_from_socket(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
+    pub(super) fn fill_messages_from_socket(&mut self, key: u32) -> Fill {
         let mut failed = false;
         for _ in 0..BUDGET {
-            if self.moved >= self.most_to_guest(0) {
+            if self.device.moved >= self.device.most_to_guest(0) {
                 break;
             }
-            let Some(bridge) = self.bridges.get_mut(key) else {
+            let Some(bridge) = self.device.bridges.get_mut(key) else {
                 return Fill::Idle;
             };
             let (BridgePeer::Socket { socket, .. }, Some(flow)) = (&bridge.peer, bridge.flow)
@@ -234,10 +222,10 @@ impl Device {
                     bridge.flags.remove(Flags::READABLE);
                     return Fill::Idle;
                 }
-                Ahead::EndOfFile => return self.handle_host_eof(key, cx),
+                Ahead::EndOfFile => return self.handle_host_eof(key),
                 Ahead::Gone => {
                     bridge.state.apply(BridgeEvent::HostGone);
-                    return self.handle_host_eof(key, cx);
+                    return self.handle_host_eof(key);
                 }
                 // The error was reported once: datagrams may follow. A lasting one has an edge.
                 Ahead::Failed if !std::mem::replace(&mut failed, true) => continue,
@@ -247,11 +235,11 @@ impl Device {
                 }
             };
             let reserved = match u32::try_from(len) {
-                Ok(len) => self.shard.reserve_message(flow, len),
+                Ok(len) => self.device.shard.reserve_message(flow, len),
                 Err(_) => Err(ReserveError::TooLong),
             };
             match reserved {
-                Ok(room) => match self.fill_message(key, room, len, cx) {
+                Ok(room) => match self.fill_message(key, room, len) {
                     Fill::More => {}
                     fill => return fill,
                 },
@@ -263,7 +251,7 @@ impl Device {
                     }
                 }
                 Err(ReserveError::TooLong) => {
-                    self.too_long(key, len, cx);
+                    self.device.bridges_with(self.cx).too_long(key, len);
                     return Fill::Idle;
                 }
                 // No credit; or the guest has stopped receiving, which an event reports.
@@ -277,20 +265,16 @@ impl Device {
     }
 
     /// Receives the next message of `len` bytes into buffers of the guest.
-    fn fill_message(
-        &mut self,
-        key: u32,
-        mut room: MessageReservation,
-        len: usize,
-        cx: &mut Context<'_>,
-    ) -> Fill {
-        let (Some(rx), Some(bridge)) = (self.queues.rings.rx.as_mut(), self.bridges.get_mut(key))
-        else {
-            self.shard.cancel_message(room);
+    fn fill_message(&mut self, key: u32, mut room: MessageReservation, len: usize) -> Fill {
+        let (Some(rx), Some(bridge)) = (
+            self.device.queues.rings.rx.as_mut(),
+            self.device.bridges.get_mut(key),
+        ) else {
+            self.device.shard.cancel_message(room);
             return Fill::Idle;
         };
         let BridgePeer::Socket { socket, .. } = &bridge.peer else {
-            self.shard.cancel_message(room);
+            self.device.shard.cancel_message(room);
             return Fill::Idle;
         };
         let mut chains = ArrayVec::<Chain, PIECES>::new();
@@ -303,7 +287,7 @@ impl Device {
             chains.push(chain);
         }
         if chains.is_empty() {
-            self.shard.cancel_message(room);
+            self.device.shard.cancel_message(room);
             return Fill::Starved;
         }
         let memory = rx.queue.memory();
@@ -314,14 +298,14 @@ impl Device {
             reached += memory.slices(chain.writable(), HEADER_LEN, want, &mut slices);
         }
         if reached < len {
-            return self.fill_by_copy(key, room, len, chains, cx);
+            return self.fill_by_copy(key, room, len, chains);
         }
         let received = socket.recv_packet(&slices);
         if !received.as_ref().is_ok_and(|got| got.bytes == len) {
             while let Some(chain) = chains.pop() {
                 rx.queue.unpop(chain);
             }
-            self.shard.cancel_message(room);
+            self.device.shard.cancel_message(room);
             let vanished =
                 |error: &std::io::Error| Errno::from_io_error(error) == Some(Errno::FAULT);
             return match received {
@@ -334,9 +318,9 @@ impl Device {
         if let Some(forwarded) = &mut bridge.forwarded {
             forwarded.received(len);
         }
-        let done = self.fill_chains(&mut room, chains, len, |_, _| {}, cx);
+        let done = self.fill_chains(&mut room, chains, len, |_, _| {});
         debug_assert_eq!(done, len, "there were buffers for all of it");
-        cx.shared.counters.in_place_bytes.add(len as u64);
+        self.cx.shared.counters.in_place_bytes.add(len as u64);
         Fill::More
     }
 
@@ -348,34 +332,33 @@ impl Device {
         mut room: MessageReservation,
         len: usize,
         mut chains: ArrayVec<Chain, PIECES>,
-        cx: &mut Context<'_>,
     ) -> Fill {
         let Ok(mut bytes) = fallible::zeroed(len) else {
-            if let Some(rx) = self.queues.rings.rx.as_mut() {
+            if let Some(rx) = self.device.queues.rings.rx.as_mut() {
                 while let Some(chain) = chains.pop() {
                     rx.queue.unpop(chain);
                 }
             }
-            self.shard.cancel_message(room);
-            self.end_for_want_of_memory(key, cx);
+            self.device.shard.cancel_message(room);
+            self.end_for_want_of_memory(key);
             return Fill::Idle;
         };
-        let received = match self.bridges.get(key).map(|bridge| &bridge.peer) {
+        let received = match self.device.bridges.get(key).map(|bridge| &bridge.peer) {
             Some(BridgePeer::Socket { socket, .. }) => socket.recv(&mut bytes),
             _ => Err(Errno::NOTCONN),
         };
         if received != Ok(len) {
             // The head of the socket's queue has changed: look again.
-            if let Some(rx) = self.queues.rings.rx.as_mut() {
+            if let Some(rx) = self.device.queues.rings.rx.as_mut() {
                 while let Some(chain) = chains.pop() {
                     rx.queue.unpop(chain);
                 }
             }
-            self.shard.cancel_message(room);
+            self.device.shard.cancel_message(room);
             return Fill::More;
         }
-        cx.shared.counters.copied_bytes.add(len as u64);
-        if let Some(bridge) = self.bridges.get_mut(key) {
+        self.cx.shared.counters.copied_bytes.add(len as u64);
+        if let Some(bridge) = self.device.bridges.get_mut(key) {
             bridge.to_guest += len as u64;
             if let Some(forwarded) = &mut bridge.forwarded {
                 forwarded.received(len);
@@ -385,10 +368,10 @@ impl Device {
             let bytes = bytes.get(at..at + part).unwrap_or_default();
             memory.write(chain.writable(), HEADER_LEN, bytes);
         };
-        let done = self.fill_chains(&mut room, chains, len, write, cx);
+        let done = self.fill_chains(&mut room, chains, len, write);
         if done < len {
             let rest = Outgoing::resumed(room, bytes, done);
-            self.half(cx).keep_outgoing(rest);
+            self.device.half(self.cx).keep_outgoing(rest);
         }
         Fill::More
     }
@@ -401,9 +384,8 @@ impl Device {
         chains: ArrayVec<Chain, PIECES>,
         len: usize,
         put: impl Fn(&Memory, (&Chain, usize, usize)),
-        cx: &mut Context<'_>,
     ) -> usize {
-        let Some(rx) = self.queues.rings.rx.as_mut() else {
+        let Some(rx) = self.device.queues.rings.rx.as_mut() else {
             return 0;
         };
         let mut done = 0;
@@ -412,20 +394,38 @@ impl Device {
             put(rx.queue.memory(), (&chain, done, part));
             done += part;
             match self
+                .device
                 .shard
                 .commit_part(room, part as u32, end(len - done, false))
             {
                 Ok(header) => {
                     emit(rx, chain, &header, part);
-                    cx.shared.counters.tx_packets.add(1);
+                    self.cx.shared.counters.tx_packets.add(1);
                 }
                 // The flow cannot have ended: nothing ran since the credit was reserved.
                 Err(_) => rx.complete(chain, 0),
             }
         }
-        self.moved += done;
-        cx.shared.counters.tx_bytes.add(done as u64);
+        self.device.moved += done;
+        self.cx.shared.counters.tx_bytes.add(done as u64);
         done
+    }
+
+    /// Drops a message that the guest can no longer complete; returns its bytes.
+    fn drop_incomplete_message(&mut self, key: u32) -> usize {
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
+            return 0;
+        };
+        let Some(messages) = &mut bridge.messages else {
+            return 0;
+        };
+        if !bridge.state.has_guest_finished() || !messages.outbound.is_empty() {
+            return 0;
+        }
+        messages.incomplete = 0;
+        let bytes = bridge.outbound.len();
+        bridge.clear_outbound(&mut self.device.queues.rings.tx);
+        bytes
     }
 }
 

@@ -52,7 +52,7 @@ impl Joined {
             peer: HERE,
             socket_type: SocketType::SeqPacket,
         };
-        device.handle_sibling_message(connect, &mut cx);
+        device.bridges_with(&mut cx).handle_sibling_message(connect);
         device.turn(&mut cx);
         let response = Repr {
             src: HERE,
@@ -88,7 +88,7 @@ impl Joined {
     fn deliver(&mut self, messages: impl IntoIterator<Item = SiblingMessage>) -> Vec<(Op, u32)> {
         let (device, mut cx) = self.lab.lend();
         for message in messages {
-            device.handle_sibling_message(message, &mut cx);
+            device.bridges_with(&mut cx).handle_sibling_message(message);
         }
         while device.turn(&mut cx) {}
         let received = self.guest.received();

@@ -12,6 +12,7 @@
 //! only if it can send all of it: a guest takes it with credit for the whole message or its
 //! connection is reset; a host socket takes it with one call.
 
+use crate::device::guest_bridges::GuestBridges;
 use zerosock_proto::vsock::{FlowId, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::Chain;
@@ -43,7 +44,7 @@ impl Device {
         let Arrival { flow, len, .. } = arrival;
         self.moved += len as usize;
         let Some((key, bridge)) = self.bridges.of_flow(flow) else {
-            return self.app_deliver(chain, arrival, cx);
+            return self.half(cx).deliver(chain, arrival);
         };
         let Some(tx) = self.queues.rings.tx.as_mut() else {
             return;
@@ -65,7 +66,7 @@ impl Device {
         if ends.any() {
             if messages.outbound.try_reserve(1).is_err() {
                 tx.complete(chain, 0);
-                return self.end_for_want_of_memory(key, cx);
+                return self.bridges_with(cx).end_for_want_of_memory(key);
             }
             let whole = std::mem::take(&mut messages.incomplete);
             messages.outbound.push_back((whole, ends));
@@ -84,9 +85,20 @@ impl Device {
         }
     }
 
+    /// Resets a connection with an incomplete message: the guest must not receive other
+    /// bytes in their place.
+    #[cold]
+    fn lost_message(&mut self, key: u32, cx: &mut Context<'_>) {
+        cx.shared.counters.message_resets.add(1);
+        self.warn("connection reset: bytes of a message are missing");
+        self.bridges_with(cx).reset_bridge(key);
+    }
+}
+
+impl GuestBridges<'_, '_> {
     /// Sends the sibling the lengths of messages that it has received completely.
-    pub(super) fn send_message_lengths(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(bridge) = self.bridges.get_mut(key) else {
+    pub(super) fn send_message_lengths(&mut self, key: u32) {
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
             return;
         };
         let (BridgePeer::Sibling(sibling), Some(messages)) = (&bridge.peer, &mut bridge.messages)
@@ -99,24 +111,31 @@ impl Device {
         let (device, to) = (sibling.peer.device, sibling.peer.flow);
         // As many as the guest has sent before the sibling took the bytes.
         let count = messages.outbound.len();
-        if cx.outbox.try_reserve(device, count).is_err() {
-            return self.end_for_want_of_memory(key, cx);
+        if self.cx.outbox.try_reserve(device, count).is_err() {
+            return self
+                .device
+                .bridges_with(self.cx)
+                .end_for_want_of_memory(key);
         }
         for (len, ends) in messages.outbound.drain(..) {
-            cx.outbox
+            self.cx
+                .outbox
                 .send(device, SiblingMessage::Ended { to, len, ends });
         }
     }
 
+    /// Resets a connection with a message that exceeds its receiver's buffer.
+    pub(super) fn too_long(&mut self, key: u32, len: usize) {
+        self.cx.shared.counters.message_resets.add(1);
+        self.device.warn(&format!(
+            "connection reset: a message of {len} bytes is longer than its receiver can take"
+        ));
+        self.device.bridges_with(self.cx).reset_bridge(key);
+    }
+
     /// The last `len` bytes from the sibling form a message.
-    pub(super) fn sibling_ended_message(
-        &mut self,
-        to: FlowId,
-        len: u32,
-        ends: MessageEnd,
-        cx: &mut Context<'_>,
-    ) {
-        let Some((key, bridge)) = self.bridges.of_flow(to) else {
+    pub(super) fn sibling_ended_message(&mut self, to: FlowId, len: u32, ends: MessageEnd) {
+        let Some((key, bridge)) = self.device.bridges.of_flow(to) else {
             return;
         };
         let (BridgePeer::Sibling(sibling), Some(messages)) = (&bridge.peer, &mut bridge.messages)
@@ -126,24 +145,27 @@ impl Device {
         if !bridge.state.reads() {
             if len == 0 {
                 let to = sibling.peer.flow;
-                cx.outbox
+                self.cx
+                    .outbox
                     .send(sibling.peer.device, SiblingMessage::ReadEmpty { to });
             }
             return;
         }
         if messages.inbound.try_reserve(1).is_err() {
-            return self.end_for_want_of_memory(key, cx);
+            return self.end_for_want_of_memory(key);
         }
         messages.inbound.push_back((len, ends));
         bridge.set_readable();
-        self.bridges.enqueue(key);
-        self.update_bridge(key, cx);
+        self.device.bridges.enqueue(key);
+        self.update_bridge(key);
     }
 
     /// Sends messages of the sibling to the guest.
-    pub(super) fn fill_messages_from_sibling(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        let (Some(rx), Some(bridge)) = (self.queues.rings.rx.as_mut(), self.bridges.get_mut(key))
-        else {
+    pub(super) fn fill_messages_from_sibling(&mut self, key: u32) -> Fill {
+        let (Some(rx), Some(bridge)) = (
+            self.device.queues.rings.rx.as_mut(),
+            self.device.bridges.get_mut(key),
+        ) else {
             return Fill::Idle;
         };
         let (BridgePeer::Sibling(sibling), Some(flow), Some(messages)) =
@@ -159,10 +181,12 @@ impl Device {
                     fill = Fill::Idle;
                     break;
                 };
-                match self.shard.reserve_message(flow, left) {
+                match self.device.shard.reserve_message(flow, left) {
                     Ok(room) => messages.sending = Some(Sending { room, left, ends }),
                     Err(ReserveError::TooLong) => {
-                        self.too_long(key, left as usize, cx);
+                        self.device
+                            .bridges_with(self.cx)
+                            .too_long(key, left as usize);
                         return Fill::Idle;
                     }
                     // The guest has stopped receiving, which an event reports.
@@ -183,66 +207,53 @@ impl Device {
             };
             let room = (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize);
             let want = room.min(sending.left as usize);
-            let len = sibling::copy_front(sibling, want, rx.queue.memory(), &chain, cx);
+            let len = sibling::copy_front(sibling, want, rx.queue.memory(), &chain, self.cx);
             let empty = want == 0;
             if len == 0 && !empty {
                 // A length without bytes, which a correct sibling never sends. The buffer's
                 // contents are no message.
                 rx.queue.unpop(chain);
-                self.lost_message(key, cx);
+                self.device.lost_message(key, self.cx);
                 return Fill::Idle;
             }
             sending.left -= len as u32;
             let last = end(sending.left as usize, sending.ends == MessageEnd::Record);
-            match self.shard.commit_part(&mut sending.room, len as u32, last) {
+            match self
+                .device
+                .shard
+                .commit_part(&mut sending.room, len as u32, last)
+            {
                 Ok(header) => {
                     emit(rx, chain, &header, len);
-                    cx.shared.counters.tx_packets.add(1);
+                    self.cx.shared.counters.tx_packets.add(1);
                 }
                 // The flow has ended, which an event reports.
                 Err(_) => rx.complete(chain, 0),
             }
-            cx.shared.counters.tx_bytes.add(len as u64);
+            self.cx.shared.counters.tx_bytes.add(len as u64);
             bridge.to_guest += len as u64;
-            self.moved += len;
+            self.device.moved += len;
             if last.is_some() {
                 messages.sending = None;
             }
             if empty {
                 let to = sibling.peer.flow;
-                cx.outbox
+                self.cx
+                    .outbox
                     .send(sibling.peer.device, SiblingMessage::ReadEmpty { to });
             } else {
                 let used_up = sibling.front().is_some_and(|one| one.len() == 0);
-                sibling::return_read(sibling, len as u32, used_up, cx);
+                sibling::return_read(sibling, len as u32, used_up, self.cx);
             }
         }
         let done = messages.inbound.is_empty() && messages.sending.is_none();
         if bridge.state.has_host_finished() && done {
             // The remaining bytes are an incomplete message.
-            sibling::return_inbound(sibling, true, cx);
-            self.on_bridge_event(key, BridgeEvent::EndRead, cx);
+            sibling::return_inbound(sibling, true, self.cx);
+            self.on_bridge_event(key, BridgeEvent::EndRead);
         }
         // Fewer bytes are in copies now.
-        self.update_bridge(key, cx);
+        self.update_bridge(key);
         fill
-    }
-
-    /// Resets a connection with a message that exceeds its receiver's buffer.
-    pub(super) fn too_long(&mut self, key: u32, len: usize, cx: &mut Context<'_>) {
-        cx.shared.counters.message_resets.add(1);
-        self.warn(&format!(
-            "connection reset: a message of {len} bytes is longer than its receiver can take"
-        ));
-        self.reset_bridge(key, cx);
-    }
-
-    /// Resets a connection with an incomplete message: the guest must not receive other
-    /// bytes in their place.
-    #[cold]
-    fn lost_message(&mut self, key: u32, cx: &mut Context<'_>) {
-        cx.shared.counters.message_resets.add(1);
-        self.warn("connection reset: bytes of a message are missing");
-        self.reset_bridge(key, cx);
     }
 }

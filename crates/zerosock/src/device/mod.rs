@@ -49,6 +49,7 @@ mod guest_backlog;
 mod guest_backlog_random_tests;
 #[cfg(test)]
 mod guest_backlog_tests;
+mod guest_bridges;
 mod half;
 mod handshakes;
 pub(crate) mod host_sockets;
@@ -83,6 +84,7 @@ mod zero_copy;
 
 pub(crate) use forwarded::all_dials;
 
+use crate::device::guest_bridges::GuestBridges;
 use crate::stats::Gauges;
 use state::bridge::{Bridge, BridgePeer};
 pub(crate) use state::host::HostAccess;
@@ -172,78 +174,6 @@ impl Device {
                 || (!self.queues.is_command_pending() && self.datagrams.has_work()))
     }
 
-    fn add_bridge(&mut self, flow: FlowId, end: BridgePeer, cx: &Context<'_>) -> u32 {
-        let mut bridge = Bridge::new(flow, end);
-        let info = self.shard.flow(flow);
-        if info.is_some_and(|info| info.socket_type == SocketType::SeqPacket) {
-            bridge.messages = Some(Box::default());
-        }
-        cx.shared.counters.conns_added.add(1);
-        self.bridges.insert(bridge)
-    }
-
-    /// Makes room for the bridge of a new flow. Without memory for it, the flow is reset.
-    fn reserve_bridge(&mut self, flow: FlowId, cx: &Context<'_>) -> bool {
-        let is_reserved = self.bridges.reserve(flow).is_ok();
-        if !is_reserved {
-            self.reset_without_memory(flow, cx);
-        }
-        is_reserved
-    }
-
-    /// Resets a new flow for whose connection there is no memory.
-    #[cold]
-    fn reset_without_memory(&mut self, flow: FlowId, cx: &Context<'_>) {
-        cx.shared.counters.no_memory.add(1);
-        self.warn("connection refused: out of memory for the table of connections");
-        let _ = self.shard.reset(flow);
-    }
-
-    /// Removes a bridge: completes its chains, closes its socket and updates the sums. The flow in
-    /// the protocol core is left to the caller.
-    fn remove_bridge(&mut self, key: u32, cx: &mut Context<'_>) -> Option<Bridge> {
-        let mut bridge = self.bridges.remove(key)?;
-        if let BridgePeer::Connecting { socket, .. } | BridgePeer::Socket { socket, .. } =
-            &bridge.peer
-            && socket.is_closed_later()
-        {
-            // An event for the open socket would be attributed to the next bridge with this key.
-            cx.poller.remove(socket);
-        }
-        match &mut bridge.peer {
-            BridgePeer::Connecting { deadline, .. } => {
-                self.timers.cancel(*deadline, Timer::Connect(key));
-            }
-            BridgePeer::Resolving(pending) => {
-                if let Some(pending) = pending.take() {
-                    pending.cancel();
-                }
-            }
-            _ => {}
-        }
-        if let Some(forwarded) = &mut bridge.forwarded {
-            if let Some(idle) = forwarded.idle {
-                self.timers.cancel(idle.next, Timer::Idle(key));
-            }
-            forwarded.finish();
-        }
-        self.backlogs.forget(key, &bridge);
-        if !bridge.state.is_open()
-            && let Some(flow) = bridge.flow
-        {
-            self.forget_guest_connect(flow, cx);
-        }
-        if bridge.flow.is_none() {
-            self.lingering.stop(key, &mut self.timers);
-        }
-        bridge.return_chains(&mut self.queues.rings.tx, cx);
-        if let BridgePeer::Sibling(sibling) = &mut bridge.peer {
-            sibling::return_inbound(sibling, false, cx);
-        }
-        cx.shared.counters.conns_removed.add(1);
-        Some(bridge)
-    }
-
     /// Stops the device because its memory is unusable: ends its connections and disconnects its
     /// front-end. Other devices are unaffected.
     fn fail(&mut self, reason: &str, cx: &mut Context<'_>) {
@@ -254,7 +184,7 @@ impl Device {
             }
             cx.shared.counters.devices_lost.add(1);
         }
-        self.app_lose(cx);
+        self.half(cx).lose();
         self.queues.fail(cx.notifier);
         // Bytes left in the lost memory are undefined: they are not delivered.
         self.teardown.memory_lost = true;
@@ -262,5 +192,80 @@ impl Device {
         if let Some(link) = link {
             link.close(reason);
         }
+    }
+}
+
+impl GuestBridges<'_, '_> {
+    fn add_bridge(&mut self, flow: FlowId, end: BridgePeer) -> u32 {
+        let mut bridge = Bridge::new(flow, end);
+        let info = self.device.shard.flow(flow);
+        if info.is_some_and(|info| info.socket_type == SocketType::SeqPacket) {
+            bridge.messages = Some(Box::default());
+        }
+        self.cx.shared.counters.conns_added.add(1);
+        self.device.bridges.insert(bridge)
+    }
+
+    /// Makes room for the bridge of a new flow. Without memory for it, the flow is reset.
+    fn reserve_bridge(&mut self, flow: FlowId) -> bool {
+        let is_reserved = self.device.bridges.reserve(flow).is_ok();
+        if !is_reserved {
+            self.reset_without_memory(flow);
+        }
+        is_reserved
+    }
+
+    /// Resets a new flow for whose connection there is no memory.
+    #[cold]
+    fn reset_without_memory(&mut self, flow: FlowId) {
+        self.cx.shared.counters.no_memory.add(1);
+        self.device
+            .warn("connection refused: out of memory for the table of connections");
+        let _ = self.device.shard.reset(flow);
+    }
+
+    /// Removes a bridge: completes its chains, closes its socket and updates the sums. The flow in
+    /// the protocol core is left to the caller.
+    fn remove_bridge(&mut self, key: u32) -> Option<Bridge> {
+        let mut bridge = self.device.bridges.remove(key)?;
+        if let BridgePeer::Connecting { socket, .. } | BridgePeer::Socket { socket, .. } =
+            &bridge.peer
+            && socket.is_closed_later()
+        {
+            // An event for the open socket would be attributed to the next bridge with this key.
+            self.cx.poller.remove(socket);
+        }
+        match &mut bridge.peer {
+            BridgePeer::Connecting { deadline, .. } => {
+                self.device.timers.cancel(*deadline, Timer::Connect(key));
+            }
+            BridgePeer::Resolving(pending) => {
+                if let Some(pending) = pending.take() {
+                    pending.cancel();
+                }
+            }
+            _ => {}
+        }
+        if let Some(forwarded) = &mut bridge.forwarded {
+            if let Some(idle) = forwarded.idle {
+                self.device.timers.cancel(idle.next, Timer::Idle(key));
+            }
+            forwarded.finish();
+        }
+        self.device.backlogs.forget(key, &bridge);
+        if !bridge.state.is_open()
+            && let Some(flow) = bridge.flow
+        {
+            self.forget_guest_connect(flow);
+        }
+        if bridge.flow.is_none() {
+            self.device.lingering.stop(key, &mut self.device.timers);
+        }
+        bridge.return_chains(&mut self.device.queues.rings.tx, self.cx);
+        if let BridgePeer::Sibling(sibling) = &mut bridge.peer {
+            sibling::return_inbound(sibling, false, self.cx);
+        }
+        self.cx.shared.counters.conns_removed.add(1);
+        Some(bridge)
     }
 }

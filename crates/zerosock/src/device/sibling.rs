@@ -11,6 +11,7 @@ use super::state::bridge::{Bridge, BridgePeer, Inbound, SiblingPeer};
 use super::state::bridge_state::BridgeEvent;
 use super::state::flags::Flags;
 use super::{Context, Device};
+use crate::device::guest_bridges::GuestBridges;
 use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
 use crate::routing::Denial;
@@ -160,7 +161,9 @@ impl Device {
             None => true,
         }
     }
+}
 
+impl GuestBridges<'_, '_> {
     /// Forwards our guest's request for `local` to the device of that endpoint or service.
     pub(super) fn ask_sibling(
         &mut self,
@@ -168,27 +171,26 @@ impl Device {
         local: Address,
         peer: Address,
         socket_type: SocketType,
-        cx: &mut Context<'_>,
     ) {
-        let routes = &cx.shared.routes;
-        let found = match routes.admit(self.cid, local) {
+        let routes = &self.cx.shared.routes;
+        let found = match routes.admit(self.device.cid, local) {
             Err(denial) => Err(denial),
-            Ok(()) if self.unanswered >= MAX_UNANSWERED => Err(Denial::Busy),
-            Ok(()) if !self.may_come_from(peer.port, cx) => Err(Denial::Unclaimed),
+            Ok(()) if self.device.unanswered >= MAX_UNANSWERED => Err(Denial::Busy),
+            Ok(()) if !self.device.may_come_from(peer.port, self.cx) => Err(Denial::Unclaimed),
             Ok(()) => routes.target(local).ok_or(Denial::NoEndpoint),
         };
         let device = match found {
             Ok(device) => device,
             Err(denial) => {
-                self.deny(peer, local, denial, cx);
-                let _ = self.shard.reject(flow);
+                self.device.deny(peer, local, denial, self.cx);
+                let _ = self.device.shard.reject(flow);
                 return;
             }
         };
-        self.unanswered += 1;
-        self.add_bridge(flow, BridgePeer::Asked(None), cx);
-        let from = Peer::new(self.addr, flow);
-        cx.outbox.send(
+        self.device.unanswered += 1;
+        self.add_bridge(flow, BridgePeer::Asked(None));
+        let from = Peer::new(self.device.addr, flow);
+        self.cx.outbox.send(
             device,
             SiblingMessage::Connect {
                 from,
@@ -200,15 +202,15 @@ impl Device {
     }
 
     /// Handles a message from a sibling's device.
-    pub(crate) fn handle_sibling_message(&mut self, message: SiblingMessage, cx: &mut Context<'_>) {
+    pub(crate) fn handle_sibling_message(&mut self, message: SiblingMessage) {
         match message {
             SiblingMessage::Connect {
                 from,
                 local,
                 peer,
                 socket_type,
-            } => self.sibling_connects(from, local, peer, socket_type, cx),
-            SiblingMessage::Accepted { to } => self.sibling_accepted(to, cx),
+            } => self.sibling_connects(from, local, peer, socket_type),
+            SiblingMessage::Accepted { to } => self.sibling_accepted(to),
             SiblingMessage::Lent {
                 to,
                 from,
@@ -221,80 +223,80 @@ impl Device {
                     held,
                     epoch,
                 };
-                self.queue_inbound(to, Some(from), inbound, cx);
+                self.queue_inbound(to, Some(from), inbound);
             }
             SiblingMessage::Copied { to, bytes } => {
-                self.queue_inbound(to, None, Inbound::Copied { bytes, taken: 0 }, cx);
+                self.queue_inbound(to, None, Inbound::Copied { bytes, taken: 0 });
             }
-            SiblingMessage::Ended { to, len, ends } => {
-                self.sibling_ended_message(to, len, ends, cx)
-            }
+            SiblingMessage::Ended { to, len, ends } => self.sibling_ended_message(to, len, ends),
             SiblingMessage::ReadEmpty { to } => {
                 // Fails if the flow has ended.
-                let _ = self.shard.consume_empty(to, 1);
+                let _ = self.device.shard.consume_empty(to, 1);
             }
-            SiblingMessage::Returned { to, bytes, chain } => {
-                self.handle_returned(to, bytes, chain, cx)
-            }
-            SiblingMessage::Recall { to } => self.return_recalled(to, cx),
+            SiblingMessage::Returned { to, bytes, chain } => self.handle_returned(to, bytes, chain),
+            SiblingMessage::Recall { to } => self.return_recalled(to),
             SiblingMessage::Shutdown { to, receive, send } => {
-                self.sibling_shut_down(to, receive, send, cx)
+                self.sibling_shut_down(to, receive, send)
             }
-            SiblingMessage::Asking { to, from } => self.sibling_asks(to, from, cx),
+            SiblingMessage::Asking { to, from } => self.sibling_asks(to, from),
             SiblingMessage::Refused { to } => {
-                self.unanswered = self.unanswered.saturating_sub(1);
-                if self.bridges.key_of(to).is_some() {
-                    cx.shared.counters.refuse(RefusalCause::Unreachable);
+                self.device.unanswered = self.device.unanswered.saturating_sub(1);
+                if self.device.bridges.key_of(to).is_some() {
+                    self.cx.shared.counters.refuse(RefusalCause::Unreachable);
                     let reason =
                         "the endpoint has no running driver, or as many connections as it may have";
-                    self.log_refused(to, reason);
+                    self.device.log_refused(to, reason);
                 }
-                self.sibling_ended(to, cx);
+                self.sibling_ended(to);
             }
-            SiblingMessage::Reset { to } => self.sibling_ended(to, cx),
-            SiblingMessage::Datagram(datagram) => self.sibling_datagram(datagram, cx),
+            SiblingMessage::Reset { to } => self.sibling_ended(to),
+            SiblingMessage::Datagram(datagram) => self
+                .device
+                .datagrams_with(self.cx)
+                .sibling_datagram(datagram),
             SiblingMessage::DatagramDone {
                 chain,
                 epoch,
                 copied,
                 answer,
-            } => self.datagram_done(chain, epoch, copied, answer),
-            SiblingMessage::DatagramControl(control) => self.datagram_control(control),
-            SiblingMessage::Call { caller, local } => self.connect_guest(*caller, local, false, cx),
-            SiblingMessage::Client(client) => self.client_connects(*client, cx),
-            SiblingMessage::Dialed { to, outcome } => self.dialed(to, outcome, cx),
-            SiblingMessage::DialedDatagrams { to, outcome } => {
-                self.association_dialed(to, outcome, cx)
-            }
-            SiblingMessage::Lost => self.announce_reset = true,
+            } => self.device.datagram_done(chain, epoch, copied, answer),
+            SiblingMessage::DatagramControl(control) => self.device.datagram_control(control),
+            SiblingMessage::Call { caller, local } => self.connect_guest(*caller, local, false),
+            SiblingMessage::Client(client) => self.client_connects(*client),
+            SiblingMessage::Dialed { to, outcome } => self.dialed(to, outcome),
+            SiblingMessage::DialedDatagrams { to, outcome } => self
+                .device
+                .datagrams_with(self.cx)
+                .association_dialed(to, outcome),
+            SiblingMessage::Lost => self.device.announce_reset = true,
         }
     }
 
     /// Ends a connection: its sibling has ended, refused it and counted that, or does not exist.
-    fn sibling_ended(&mut self, to: FlowId, cx: &mut Context<'_>) {
-        let Some(key) = self.bridges.key_of(to) else {
+    fn sibling_ended(&mut self, to: FlowId) {
+        let Some(key) = self.device.bridges.key_of(to) else {
             return;
         };
-        let ended = match self.remove_bridge(key, cx) {
+        let ended = match self.remove_bridge(key) {
             Some(Bridge {
                 peer: BridgePeer::Asked(_),
                 ..
-            }) => self.shard.reject(to),
-            _ => self.shard.reset(to),
+            }) => self.device.shard.reject(to),
+            _ => self.device.shard.reset(to),
         };
         // Fails if the flow has ended by itself.
         let _ = ended;
     }
 
     /// A sibling has passed our guest's request on to its own guest.
-    fn sibling_asks(&mut self, to: FlowId, from: Peer, cx: &mut Context<'_>) {
-        self.unanswered = self.unanswered.saturating_sub(1);
-        match self.bridges.of_flow(to) {
+    fn sibling_asks(&mut self, to: FlowId, from: Peer) {
+        self.device.unanswered = self.device.unanswered.saturating_sub(1);
+        match self.device.bridges.of_flow(to) {
             Some((_, bridge)) => bridge.peer = BridgePeer::Asked(Some(from)),
             // Our guest has given up already.
             None => {
                 let message = SiblingMessage::Reset { to: from.flow };
-                cx.outbox.send(from.device, message);
+                self.cx.outbox.send(from.device, message);
             }
         }
     }
@@ -305,38 +307,42 @@ impl Device {
         local: Address,
         peer: Address,
         socket_type: SocketType,
-        cx: &mut Context<'_>,
     ) {
-        if let Some(queue_pair) = self.queue_pair_for(peer, local) {
+        if let Some(queue_pair) = self.device.queue_pair_for(peer, local) {
             let connect = SiblingMessage::Connect {
                 from,
                 local,
                 peer,
                 socket_type,
             };
-            return cx.outbox.send(queue_pair, connect);
+            return self.cx.outbox.send(queue_pair, connect);
         }
-        let running = self.accepts_requests();
-        let flow = running.then(|| self.shard.connect(cx.now, local, peer, socket_type));
+        let running = self.device.accepts_requests();
+        let flow = running.then(|| {
+            self.device
+                .shard
+                .connect(self.cx.now, local, peer, socket_type)
+        });
         let flow = flow.and_then(Result::ok);
-        let Some(flow) = flow.filter(|&flow| self.reserve_bridge(flow, cx)) else {
-            return cx
+        let Some(flow) = flow.filter(|&flow| self.reserve_bridge(flow)) else {
+            return self
+                .cx
                 .outbox
                 .send(from.device, SiblingMessage::Refused { to: from.flow });
         };
-        let us = Peer::new(self.addr, flow);
+        let us = Peer::new(self.device.addr, flow);
         let asking = SiblingMessage::Asking {
             to: from.flow,
             from: us,
         };
-        cx.outbox.send(from.device, asking);
-        self.log_flow(flow, "connection requested");
-        self.add_bridge(flow, BridgePeer::Sibling(SiblingPeer::new(from)), cx);
+        self.cx.outbox.send(from.device, asking);
+        self.device.log_flow(flow, "connection requested");
+        self.add_bridge(flow, BridgePeer::Sibling(SiblingPeer::new(from)));
     }
 
-    fn sibling_accepted(&mut self, to: FlowId, cx: &mut Context<'_>) {
+    fn sibling_accepted(&mut self, to: FlowId) {
         // If our guest has given up, the sibling was told so then.
-        let Some((_, bridge)) = self.bridges.of_flow(to) else {
+        let Some((_, bridge)) = self.device.bridges.of_flow(to) else {
             return;
         };
         let BridgePeer::Asked(Some(peer)) = bridge.peer else {
@@ -345,19 +351,13 @@ impl Device {
         bridge.peer = BridgePeer::Sibling(SiblingPeer::new(peer));
         bridge.state.apply(BridgeEvent::Connected);
         bridge.flags.insert(Flags::WRITABLE);
-        let _ = self.shard.accept(cx.now, to);
-        self.log_flow(to, "connection opened");
+        let _ = self.device.shard.accept(self.cx.now, to);
+        self.device.log_flow(to, "connection opened");
     }
 
     /// Queues bytes from a sibling for our guest.
-    fn queue_inbound(
-        &mut self,
-        to: FlowId,
-        from: Option<Peer>,
-        inbound: Inbound,
-        cx: &mut Context<'_>,
-    ) {
-        let peer = match self.bridges.of_flow(to) {
+    fn queue_inbound(&mut self, to: FlowId, from: Option<Peer>, inbound: Inbound) {
+        let peer = match self.device.bridges.of_flow(to) {
             Some((key, bridge)) => {
                 let BridgePeer::Sibling(s) = &bridge.peer else {
                     return;
@@ -365,11 +365,11 @@ impl Device {
                 let peer = s.peer;
                 if bridge.state.reads() {
                     bridge.set_readable();
-                    if let Some(inbound) = self.bridges.push_inbound(key, inbound) {
-                        send_back(peer, inbound, false, cx);
+                    if let Some(inbound) = self.device.bridges.push_inbound(key, inbound) {
+                        send_back(peer, inbound, false, self.cx);
                     }
-                    self.bridges.enqueue(key);
-                    return self.update_bridge(key, cx);
+                    self.device.bridges.enqueue(key);
+                    return self.update_bridge(key);
                 }
                 Some(peer)
             }
@@ -378,32 +378,30 @@ impl Device {
         };
         // Our guest never reads them: return the sender's credit and chain all the same.
         if let Some(peer) = peer {
-            send_back(peer, inbound, true, cx);
+            send_back(peer, inbound, true, self.cx);
         }
     }
 
     /// A sibling has read `bytes` of what we sent, or returns a chain.
-    fn handle_returned(
-        &mut self,
-        to: FlowId,
-        bytes: u32,
-        chain: Option<(Chain, u32)>,
-        cx: &mut Context<'_>,
-    ) {
+    fn handle_returned(&mut self, to: FlowId, bytes: u32, chain: Option<(Chain, u32)>) {
         let returned = chain.is_some();
-        if let (Some((chain, epoch)), Some(tx)) = (chain, self.queues.rings.tx.as_mut()) {
+        if let (Some((chain, epoch)), Some(tx)) = (chain, self.device.queues.rings.tx.as_mut()) {
             // A chain of an earlier epoch needs no completion: its queue was stopped.
             if tx.epoch == epoch {
                 tx.complete(chain, 0);
             }
         }
-        let Some((key, bridge)) = self.bridges.of_flow(to) else {
+        let Some((key, bridge)) = self.device.bridges.of_flow(to) else {
             return;
         };
         if bytes > 0 {
-            let _ = self.shard.consume(to, bytes);
+            let _ = self.device.shard.consume(to, bytes);
         }
-        let caught_up = self.shard.flow(to).is_none_or(|flow| flow.unread == 0);
+        let caught_up = self
+            .device
+            .shard
+            .flow(to)
+            .is_none_or(|flow| flow.unread == 0);
         if let BridgePeer::Sibling(s) = &mut bridge.peer {
             s.lent = s.lent.saturating_sub(u32::from(returned));
             s.stalled &= !caught_up;
@@ -412,13 +410,13 @@ impl Device {
                 bridge.held_since = None;
             }
         }
-        self.drain_events(cx);
-        self.update_bridge(key, cx);
+        self.device.drain_events(self.cx);
+        self.update_bridge(key);
     }
 
     /// Copies out and returns all chains that a sibling recalls.
-    fn return_recalled(&mut self, to: FlowId, cx: &mut Context<'_>) {
-        let Some((key, bridge)) = self.bridges.of_flow(to) else {
+    fn return_recalled(&mut self, to: FlowId) {
+        let Some((key, bridge)) = self.device.bridges.of_flow(to) else {
             return;
         };
         let BridgePeer::Sibling(s) = &mut bridge.peer else {
@@ -434,11 +432,11 @@ impl Device {
                     break;
                 }
                 copy_out(memory, held, &mut bytes);
-                cx.shared.counters.copied_bytes.add(bytes.len() as u64);
+                self.cx.shared.counters.copied_bytes.add(bytes.len() as u64);
                 copied += bytes.len();
                 let copy = Inbound::Copied { bytes, taken: 0 };
                 let lent = std::mem::replace(inbound, copy);
-                send_back(peer, lent, false, cx);
+                send_back(peer, lent, false, self.cx);
             }
         }
         s.change_copied(|before| before + copied);
@@ -446,11 +444,11 @@ impl Device {
             // The connection is reset, which returns the other chains.
             s.lose();
         }
-        self.update_bridge(key, cx);
+        self.update_bridge(key);
     }
 
-    fn sibling_shut_down(&mut self, to: FlowId, receive: bool, send: bool, cx: &mut Context<'_>) {
-        let Some((key, bridge)) = self.bridges.of_flow(to) else {
+    fn sibling_shut_down(&mut self, to: FlowId, receive: bool, send: bool) {
+        let Some((key, bridge)) = self.device.bridges.of_flow(to) else {
             return;
         };
         if !matches!(bridge.peer, BridgePeer::Sibling(_)) {
@@ -460,10 +458,10 @@ impl Device {
             bridge.state.apply(BridgeEvent::HostFinished);
             // With nothing left to deliver, a read finds the end of the stream.
             bridge.set_readable();
-            self.bridges.enqueue(key);
+            self.device.bridges.enqueue(key);
         }
         if receive {
-            self.on_bridge_event(key, BridgeEvent::HostStopped, cx);
+            self.on_bridge_event(key, BridgeEvent::HostStopped);
         }
     }
 }

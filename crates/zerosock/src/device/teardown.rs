@@ -6,6 +6,7 @@
 //!   use, no queue of another driver starts, and the memory stays mapped.
 //! - No packet is taken and no connection begins between the first part and the last.
 
+use crate::device::guest_bridges::GuestBridges;
 use zerosock_proto::vsock::Event as CoreEvent;
 use zerosock_virtio::command;
 use zerosock_virtio::ring::Ring;
@@ -46,22 +47,24 @@ impl Device {
     /// (`stopped`): the kernel may read memory that the driver changes.
     pub(super) fn forget_connections(&mut self, stopped: bool, cx: &mut Context<'_>) -> bool {
         if !std::mem::replace(&mut self.teardown.has_begun, true) {
-            self.app_recall(true, cx);
-            self.recall_loans(true, cx);
+            self.half(cx).recall(true);
+            self.half(cx).recall_loans(true);
             self.reset_next = None;
         }
         let mut next = self.teardown.next_bridge;
         let (keys, more) = self.bridges.next_keys(&mut next, PART);
         self.teardown.next_bridge = next;
         for key in keys {
-            self.forget_connection(key, stopped, cx);
+            self.bridges_with(cx).forget_connection(key, stopped);
         }
         let next = &mut self.teardown.next_app;
         let (flows, more_flows) = self.app.flows.next_part(next, PART);
         for flow in flows {
-            self.end_app(flow, false, GONE, cx);
+            self.half(cx).end_app(flow, false, GONE);
         }
-        let more_associations = self.end_associations("the endpoint has gone", PART, cx);
+        let more_associations = self
+            .datagrams_with(cx)
+            .end_associations("the endpoint has gone", PART);
         if more || more_flows || more_associations {
             return false;
         }
@@ -73,9 +76,9 @@ impl Device {
             match event {
                 CoreEvent::Refused { flow, reason } => {
                     self.count_refused(flow, reason, cx);
-                    self.end_app(flow, false, GONE, cx);
+                    self.half(cx).end_app(flow, false, GONE);
                 }
-                CoreEvent::Closed { flow, .. } => self.end_app(flow, false, GONE, cx),
+                CoreEvent::Closed { flow, .. } => self.half(cx).end_app(flow, false, GONE),
                 _ => {}
             }
         }
@@ -88,26 +91,8 @@ impl Device {
         self.bridges.clear_ready();
         self.outgoing.clear();
         self.coalesced.clear();
-        self.refuse_waiting_callers(cx);
-        self.forget_datagrams(cx);
-    }
-
-    fn forget_connection(&mut self, key: u32, stopped: bool, cx: &mut Context<'_>) {
-        if self.has_lost_memory() {
-            return self.end_bridge(key, cx);
-        }
-        let Some(bridge) = self.bridges.get_mut(key) else {
-            return;
-        };
-        bridge.read_reports(&mut self.queues.rings.tx, cx);
-        if bridge.has_sends_in_flight() {
-            if !stopped || !self.linger_without_ring(key, cx) {
-                self.end_bridge(key, cx);
-            }
-        } else if bridge.flow.is_some() && !self.linger(key, cx) {
-            // One without a flow lingers already.
-            self.remove_without_guest(key, cx);
-        }
+        self.bridges_with(cx).refuse_waiting_callers();
+        self.datagrams_with(cx).forget_datagrams();
     }
 
     /// Begins to reset all connections if the receive or transmit queue has broken, so that their peers do
@@ -130,14 +115,34 @@ impl Device {
         let more = more || more_flows;
         self.reset_next = more.then_some((bridge, flow));
         for flow in flows {
-            self.reset_app(flow, cx);
+            self.half(cx).reset_app(flow);
         }
         for key in keys {
             // Lingering bridges have no flow any more.
             if self.bridges.get(key).is_some_and(|it| it.flow.is_some()) {
-                self.reset_bridge(key, cx);
+                self.bridges_with(cx).reset_bridge(key);
             }
         }
         more
+    }
+}
+
+impl GuestBridges<'_, '_> {
+    fn forget_connection(&mut self, key: u32, stopped: bool) {
+        if self.device.has_lost_memory() {
+            return self.end_bridge(key);
+        }
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
+            return;
+        };
+        bridge.read_reports(&mut self.device.queues.rings.tx, self.cx);
+        if bridge.has_sends_in_flight() {
+            if !stopped || !self.linger_without_ring(key) {
+                self.end_bridge(key);
+            }
+        } else if bridge.flow.is_some() && !self.linger(key) {
+            // One without a flow lingers already.
+            self.remove_without_guest(key);
+        }
     }
 }

@@ -36,8 +36,8 @@ impl DeviceFixture {
         bridge.outbound = Outbound::of_copies(vec![7; bytes]);
         bridge.flags.insert(Flags::WRITABLE);
         let flow = bridge.flow.unwrap();
-        assert!(device.linger(key, &mut cx), "bytes are left");
-        device.flush(key, &mut cx);
+        assert!(device.bridges_with(&mut cx).linger(key), "bytes are left");
+        device.bridges_with(&mut cx).flush(key);
         let _ = device.shard.reset(flow);
         while device.shard.poll_event().is_some() {}
         (key, program)
@@ -87,7 +87,7 @@ fn lingering_socket_delivers_all_bytes_to_a_slow_reader() {
         cx.now = Instant::ZERO + now;
         let bridge = device.bridges.get_mut(key).unwrap();
         bridge.flags.insert(Flags::WRITABLE);
-        device.flush(key, &mut cx);
+        device.bridges_with(&mut cx).flush(key);
     }
     let mut rest = Vec::new();
     program.read_to_end(&mut rest).unwrap();
@@ -130,8 +130,10 @@ fn before_full_listener(
             .shard
             .connect(cx.now, local, peer, SocketType::Stream);
         let flow = flow.unwrap();
-        assert!(device.reserve_bridge(flow, &cx));
-        device.guest_connects(flow, Port::new(9), &mut cx);
+        assert!(device.bridges_with(&mut cx).reserve_bridge(flow));
+        device
+            .bridges_with(&mut cx)
+            .guest_connects(flow, Port::new(9));
         keys.push(device.bridges.key_of(flow).unwrap());
     }
     (lab, dir, listener, keys)
@@ -172,7 +174,7 @@ fn backlog_room_goes_to_the_oldest_connect() {
     assert_eq!(open, [true, false, false]);
     // A connection that is removed does not delay those behind it.
     let (device, mut cx) = lab.lend();
-    device.reset_bridge(keys[1], &mut cx);
+    device.bridges_with(&mut cx).reset_bridge(keys[1]);
     listener.accept().unwrap();
     lab.fire_at(Duration::from_millis(300));
     assert!(is_open(&lab, keys[2]));

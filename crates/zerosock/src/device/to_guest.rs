@@ -12,6 +12,7 @@ use super::state::bridge::{Bridge, BridgePeer};
 use super::state::bridge_state::BridgeEvent;
 use super::state::flags::Flags;
 use super::{Context, Device, TURN_BYTES};
+use crate::device::guest_bridges::GuestBridges;
 use crate::table::outgoing::Outgoing;
 use crate::table::send_calls::SendCalls;
 use arrayvec::ArrayVec;
@@ -57,7 +58,7 @@ impl Device {
         }
         // Datagrams have budgets of their own: they never delay a stream.
         let moved = self.moved;
-        self.transmit_datagrams(cx);
+        self.datagrams_with(cx).transmit_datagrams();
         self.moved = moved;
         let mut reads = READS_PER_TURN;
         while !self.starved
@@ -68,13 +69,13 @@ impl Device {
             let fill = match bridge.peer {
                 BridgePeer::Socket { .. } if has_header(bridge) => self.fill_header(key, cx),
                 BridgePeer::Sibling(_) if bridge.messages.is_some() => {
-                    self.fill_messages_from_sibling(key, cx)
+                    self.bridges_with(cx).fill_messages_from_sibling(key)
                 }
                 BridgePeer::Socket { .. } if bridge.messages.is_some() => {
-                    self.fill_messages_from_socket(key, cx)
+                    self.bridges_with(cx).fill_messages_from_socket(key)
                 }
-                BridgePeer::Socket { .. } => self.fill_from_socket(key, cx),
-                BridgePeer::Sibling(_) => self.fill_from_sibling(key, cx),
+                BridgePeer::Socket { .. } => self.bridges_with(cx).fill_from_socket(key),
+                BridgePeer::Sibling(_) => self.bridges_with(cx).fill_from_sibling(key),
                 _ => Fill::Idle,
             };
             match fill {
@@ -97,8 +98,8 @@ impl Device {
             .turn_ended(self.moved, has_posted, left);
         self.renew_share();
         self.transmit_control(cx);
-        self.wake_buffer_waiters(cx);
-        self.wake_datagram_waiters(cx);
+        self.half(cx).wake_buffer_waiters();
+        self.half(cx).wake_datagram_waiters();
         !self.starved && (self.bridges.has_ready() || !self.outgoing.is_empty())
     }
 
@@ -154,7 +155,7 @@ impl Device {
                 }
                 Err(ReserveError::TooLong) => {
                     let len = header.len();
-                    self.too_long(key, len, cx);
+                    self.bridges_with(cx).too_long(key, len);
                 }
                 Err(_) => {
                     bridge.flags.insert(Flags::NO_CREDIT);
@@ -179,21 +180,25 @@ impl Device {
         send_payload(rx, &mut self.shard, chain, reservation, part.len(), cx);
         Fill::More
     }
+}
 
-    fn fill_from_socket(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        let most = self.most_to_guest(0);
-        let (Some(rx), Some(bridge)) = (self.queues.rings.rx.as_mut(), self.bridges.get_mut(key))
-        else {
+impl GuestBridges<'_, '_> {
+    fn fill_from_socket(&mut self, key: u32) -> Fill {
+        let most = self.device.most_to_guest(0);
+        let (Some(rx), Some(bridge)) = (
+            self.device.queues.rings.rx.as_mut(),
+            self.device.bridges.get_mut(key),
+        ) else {
             return Fill::Idle;
         };
         let (BridgePeer::Socket { socket, .. }, Some(flow)) = (&bridge.peer, bridge.flow) else {
             return Fill::Idle;
         };
-        if self.shard.nears_packet_limit(flow) && !bridge.state.has_host_finished() {
+        if self.device.shard.nears_packet_limit(flow) && !bridge.state.has_host_finished() {
             // The guest has many packets unread: merge small writes into one packet.
             let bytes = rustix::io::ioctl_fionread(socket).unwrap_or(u64::MAX);
             let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
-            if bytes > 0 && self.shard.should_delay(flow, bytes) {
+            if bytes > 0 && self.device.shard.should_delay(flow, bytes) {
                 bridge.flags.insert(Flags::FEW_BYTES);
                 return Fill::Idle;
             }
@@ -201,7 +206,7 @@ impl Device {
         let mut buffers = ArrayVec::<ReservedBuffer, MAX_READ_BUFFERS>::new();
         let stop = reserve_buffers(
             rx,
-            &mut self.shard,
+            &mut self.device.shard,
             flow,
             bridge.read_chains,
             most,
@@ -227,17 +232,17 @@ impl Device {
             Ok(got) => (got.bytes, got.cut),
             Err(_) => (0, false),
         };
-        self.moved += received;
-        commit_received(rx, &mut self.shard, buffers, received, cx);
-        cx.shared.counters.in_place_bytes.add(received as u64);
-        cx.shared.counters.tx_bytes.add(received as u64);
+        self.device.moved += received;
+        commit_received(rx, &mut self.device.shard, buffers, received, self.cx);
+        self.cx.shared.counters.in_place_bytes.add(received as u64);
+        self.cx.shared.counters.tx_bytes.add(received as u64);
         adapt_read_size(bridge, received, want);
         bridge.to_guest += received as u64;
         if let Some(forwarded) = &mut bridge.forwarded {
             forwarded.received(received);
         }
         match result {
-            Ok(_) if received == 0 => self.handle_host_eof(key, cx),
+            Ok(_) if received == 0 => self.handle_host_eof(key),
             Ok(_) if received < want => {
                 // After a short read the socket is empty, and new bytes cause an edge. Exceptions:
                 // the end of file follows and its edge was seen already; or the read stopped behind
@@ -258,9 +263,9 @@ impl Device {
                 errno => {
                     // The program has closed its socket with unread bytes, which resets ours.
                     bridge.state.apply(BridgeEvent::HostGone);
-                    match self.tcp_failed(key, errno, cx) {
+                    match self.tcp_failed(key, errno) {
                         true => Fill::Idle,
-                        false => self.handle_host_eof(key, cx),
+                        false => self.handle_host_eof(key),
                     }
                 }
             },
@@ -268,34 +273,36 @@ impl Device {
     }
 
     /// Handles the end of file of a host socket: the guest sees a shutdown.
-    pub(super) fn handle_host_eof(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        if !self.ended_by_reset(key, cx) {
-            self.on_bridge_event(key, BridgeEvent::EndRead, cx);
+    pub(super) fn handle_host_eof(&mut self, key: u32) -> Fill {
+        if !self.ended_by_reset(key) {
+            self.on_bridge_event(key, BridgeEvent::EndRead);
         }
         Fill::Idle
     }
 
-    fn fill_from_sibling(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        let (Some(rx), Some(bridge)) = (self.queues.rings.rx.as_mut(), self.bridges.get_mut(key))
-        else {
+    fn fill_from_sibling(&mut self, key: u32) -> Fill {
+        let (Some(rx), Some(bridge)) = (
+            self.device.queues.rings.rx.as_mut(),
+            self.device.bridges.get_mut(key),
+        ) else {
             return Fill::Idle;
         };
         let (BridgePeer::Sibling(sibling), Some(flow)) = (&mut bridge.peer, bridge.flow) else {
             return Fill::Idle;
         };
-        if self.shard.nears_packet_limit(flow) {
+        if self.device.shard.nears_packet_limit(flow) {
             // The guest has many packets unread: merge small ones into one packet.
-            let bytes = siblings::merge_inbound(sibling, cx);
+            let bytes = siblings::merge_inbound(sibling, self.cx);
             if sibling.has_lost_bytes() {
-                self.update_bridge(key, cx);
+                self.update_bridge(key);
                 return Fill::Idle;
             }
             if bytes > 0
                 && !bridge.state.has_host_finished()
-                && self.shard.should_delay(flow, bytes)
+                && self.device.shard.should_delay(flow, bytes)
             {
                 bridge.flags.insert(Flags::FEW_BYTES);
-                self.update_bridge(key, cx);
+                self.update_bridge(key);
                 return Fill::Idle;
             }
         }
@@ -308,7 +315,7 @@ impl Device {
             }
             let mut buffer = ArrayVec::<ReservedBuffer, 1>::new();
             if let Some(stop) =
-                reserve_buffers(rx, &mut self.shard, flow, 1, TURN_BYTES, &mut buffer)
+                reserve_buffers(rx, &mut self.device.shard, flow, 1, TURN_BYTES, &mut buffer)
             {
                 bridge.flags.set(Flags::NO_CREDIT, stop == Fill::Idle);
                 fill = stop;
@@ -322,19 +329,19 @@ impl Device {
             else {
                 break;
             };
-            let len = siblings::copy_front(sibling, room, rx.queue.memory(), &chain, cx);
-            send_payload(rx, &mut self.shard, chain, reservation, len, cx);
-            cx.shared.counters.tx_bytes.add(len as u64);
+            let len = siblings::copy_front(sibling, room, rx.queue.memory(), &chain, self.cx);
+            send_payload(rx, &mut self.device.shard, chain, reservation, len, self.cx);
+            self.cx.shared.counters.tx_bytes.add(len as u64);
             bridge.to_guest += len as u64;
-            self.moved += len;
+            self.device.moved += len;
             let used_up = sibling.front().is_some_and(|front| front.len() == 0);
-            siblings::return_read(sibling, len as u32, used_up, cx);
+            siblings::return_read(sibling, len as u32, used_up, self.cx);
         }
         if bridge.state.has_host_finished() && sibling.is_drained() {
-            self.on_bridge_event(key, BridgeEvent::EndRead, cx);
+            self.on_bridge_event(key, BridgeEvent::EndRead);
         }
         // Fewer bytes are in copies now, which count for the device's limits.
-        self.update_bridge(key, cx);
+        self.update_bridge(key);
         fill
     }
 }

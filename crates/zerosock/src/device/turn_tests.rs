@@ -182,15 +182,17 @@ impl Harness {
     /// Connections of a guest that nothing but their end concerns.
     fn crowd(&mut self, guest: u32, count: usize) {
         let now = self.worker.clock().now();
-        let (device, cx) = self.worker.lend(guest, now);
+        let (device, mut cx) = self.worker.lend(guest, now);
         let device = device.unwrap();
         let local = Address::new(Cid::HOST, Port::ANY);
         let peer = Address::new(device.cid, Port::new(1));
         for _ in 0..count {
             let flow = device.shard.connect(now, local, peer, SocketType::Stream);
             let flow = flow.unwrap();
-            assert!(device.reserve_bridge(flow, &cx));
-            device.add_bridge(flow, BridgePeer::Asked(None), &cx);
+            assert!(device.bridges_with(&mut cx).reserve_bridge(flow));
+            device
+                .bridges_with(&mut cx)
+                .add_bridge(flow, BridgePeer::Asked(None));
         }
     }
 
@@ -669,7 +671,7 @@ fn connections_of_lost_memory_end_without_its_bytes() {
     let key = 2 * PART as u32;
     let bridge = device.bridges.get_mut(key).unwrap();
     bridge.flags.insert(Flags::WRITABLE);
-    device.flush(key, &mut cx);
+    device.bridges_with(&mut cx).flush(key);
     assert_eq!(read_some(&mut program), 0, "after {before} bytes");
     lab.settle();
     let ended = lab.connections(0);

@@ -69,7 +69,7 @@ impl WorkerDevice for Device {
     }
 
     fn start(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
-        self.listen(cx).inspect_err(|error| {
+        self.bridges_with(cx).listen().inspect_err(|error| {
             let cid = self.cid;
             tracing::error!(%cid, %error, "host programs cannot reach a device");
         })
@@ -95,16 +95,22 @@ impl WorkerDevice for Device {
         }
         match event.kind {
             EventKind::KICK => cx.shared.counters.kicks.add(1),
-            LISTENER => self.accept(event.key, cx),
-            HANDSHAKE => self.handshake_ready(event.key, event.readiness, cx),
-            BRIDGE => self.bridge_ready(event.key, event.readiness, cx),
-            ASSOCIATION => self.association_ready(event.key, event.readiness, cx),
+            LISTENER => self.bridges_with(cx).accept(event.key),
+            HANDSHAKE => self
+                .bridges_with(cx)
+                .handshake_ready(event.key, event.readiness),
+            BRIDGE => self
+                .bridges_with(cx)
+                .bridge_ready(event.key, event.readiness),
+            ASSOCIATION => self
+                .datagrams_with(cx)
+                .association_ready(event.key, event.readiness),
             _ => {}
         }
     }
 
     fn on_message(&mut self, message: SiblingMessage, cx: &mut Context<'_>) {
-        self.handle_sibling_message(message, cx);
+        self.bridges_with(cx).handle_sibling_message(message);
     }
 
     fn undeliverable(message: SiblingMessage, outbox: &mut Outbox<SiblingMessage>) {
@@ -189,10 +195,10 @@ impl WorkerDevice for Device {
     /// chains. Memory of this guest that siblings are reading stays mapped until they have read it.
     fn retire(&mut self, cx: &mut Context<'_>) {
         for key in self.bridges.keys() {
-            self.end_bridge(key, cx);
+            self.bridges_with(cx).end_bridge(key);
         }
         for flow in self.app.flows.all() {
-            self.end_app(flow, false, GONE, cx);
+            self.half(cx).end_app(flow, false, GONE);
         }
         self.stop_listening(cx);
         self.queues.link = None;
@@ -200,7 +206,7 @@ impl WorkerDevice for Device {
         while self.queues.is_resetting() {
             command::finish(self, cx);
         }
-        self.app_retire(cx);
+        self.half(cx).retire();
         // The device no longer counts in the worker's totals.
         let before = std::mem::take(&mut self.counted);
         cx.shared.counters.replace_gauges(before, self.counted);
@@ -208,12 +214,12 @@ impl WorkerDevice for Device {
 
     fn end(&mut self, cx: &mut Context<'_>) {
         for key in self.bridges.keys() {
-            self.reset_bridge(key, cx);
+            self.bridges_with(cx).reset_bridge(key);
         }
         for flow in self.app.flows.all() {
-            self.reset_app(flow, cx);
+            self.half(cx).reset_app(flow);
         }
-        self.end_associations(RESET, usize::MAX, cx);
+        self.datagrams_with(cx).end_associations(RESET, usize::MAX);
         self.turn(cx);
         // Also what the turn has put off: the next daemon would see these packets again.
         for ring in self.queues.rings.running() {
@@ -245,7 +251,7 @@ impl VirtioDevice for Device {
 
     fn queue_started(&mut self, index: u16, resumed: bool, cx: &mut Context<'_>) {
         if index == TX {
-            self.app_started(cx);
+            self.half(cx).started();
         }
         self.end_stop(index, cx);
         if resumed {
@@ -261,9 +267,9 @@ impl VirtioDevice for Device {
         match scope {
             Scope::Queue(TX) | Scope::Memory => {
                 self.release_chains(cx);
-                self.limit_sends(cx);
+                self.bridges_with(cx).limit_sends();
             }
-            Scope::Reset => self.limit_sends(cx),
+            Scope::Reset => self.bridges_with(cx).limit_sends(),
             Scope::Queue(_) => {}
         }
     }
@@ -276,8 +282,8 @@ impl VirtioDevice for Device {
             Scope::Reset => (false, true, true),
             Scope::Memory => (true, true, true),
         };
-        let mut returned = !loans || self.recall_loans(false, cx);
-        returned &= !leases || self.app_recall(false, cx);
+        let mut returned = !loans || self.half(cx).recall_loans(false);
+        returned &= !leases || self.half(cx).recall(false);
         if !returned {
             // No event reports that the program no longer uses a buffer.
             let reason = "the embedding program kept a guest buffer in use for too long";
@@ -326,7 +332,7 @@ impl VirtioDevice for Device {
         let start = taken(self);
         loop {
             // Copies out what the program has not read: that frees room for more packets.
-            self.app_recall(false, cx);
+            self.half(cx).recall(false);
             let before = taken(self);
             self.moved = 0;
             self.receive(cx);
@@ -338,7 +344,7 @@ impl VirtioDevice for Device {
     }
 
     fn memory_replaced(&mut self, old: Option<Arc<Memory>>, cx: &mut Context<'_>) {
-        self.track_old_memory(old, cx);
+        self.half(cx).track_old_memory(old);
     }
 }
 
@@ -346,14 +352,14 @@ impl Device {
     /// Copies out held chains and recalls those lent to siblings.
     fn release_chains(&mut self, cx: &mut Context<'_>) {
         // Leases under a read guard are recalled by `quiesce`.
-        self.app_recall(false, cx);
+        self.half(cx).recall(false);
         let holds = |bridge: &Bridge| {
             let lent = matches!(&bridge.peer, BridgePeer::Sibling(s) if s.lent > 0);
             lent || !bridge.is_delivered()
         };
         for key in self.bridges.keys_where(holds) {
-            self.spill(key, 0, cx);
-            self.update_bridge(key, cx);
+            self.bridges_with(cx).spill(key, 0);
+            self.bridges_with(cx).update_bridge(key);
             if let Some(bridge) = self.bridges.get(key)
                 && let BridgePeer::Sibling(s) = &bridge.peer
                 && s.lent > 0

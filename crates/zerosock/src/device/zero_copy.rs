@@ -12,6 +12,7 @@
 //! `flush` makes the sends. `state::zero_copy` decides when, and keeps the chains that they have used up.
 //! The kernel reports sends in the error queue of the socket, which an EPOLLERR announces.
 
+use crate::device::guest_bridges::GuestBridges;
 use std::time::Duration;
 
 use zerosock_proto::Instant;
@@ -20,12 +21,12 @@ use zerosock_virtio::poller::Readiness;
 use zerosock_virtio::ring::Ring;
 use zerosock_zc::notifications;
 
+use super::Context;
 use super::forwarded::{abort, set_reason};
 use super::state::bridge::{Bridge, BridgePeer};
 use super::state::forwarded::Forwarded;
 use super::state::timers::Timer;
 use super::state::zero_copy::ZeroCopySends;
-use super::{Context, Device};
 
 /// How long a command of the VMM waits for sends in flight: ten times as long as a target may take while its
 /// sends are not copied.
@@ -131,71 +132,66 @@ impl Bridge {
     }
 }
 
-impl Device {
+impl GuestBridges<'_, '_> {
     /// Reads the reports of sends, if `readiness` of a bridge's socket announces some. Returns the
     /// other events.
-    pub(super) fn handle_reports(
-        &mut self,
-        key: u32,
-        readiness: Readiness,
-        cx: &mut Context<'_>,
-    ) -> Readiness {
-        let Some(bridge) = self.bridges.get_mut(key) else {
+    pub(super) fn handle_reports(&mut self, key: u32, readiness: Readiness) -> Readiness {
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
             return readiness;
         };
         let numbered = bridge.sends().is_some_and(|sends| sends.numbered);
         if !numbered || !readiness.has_error() {
             return readiness;
         }
-        bridge.read_reports(&mut self.queues.rings.tx, cx);
+        bridge.read_reports(&mut self.device.queues.rings.tx, self.cx);
         if bridge.flow.is_none() {
-            self.lingering.note_progress(key, cx.now);
+            self.device.lingering.note_progress(key, self.cx.now);
         }
-        self.update_bridge(key, cx);
+        self.update_bridge(key);
         readiness.without_error_queue()
     }
 
     /// Limits the time for which a command waits for sends in flight.
-    pub(super) fn limit_sends(&mut self, cx: &Context<'_>) {
-        let any = self.bridges.have_sends_in_flight();
-        self.sends_end_by = any.then_some(cx.now + wait(cx));
-        if let Some(at) = self.sends_end_by {
-            self.timers.set(at, Timer::EndSends);
+    pub(super) fn limit_sends(&mut self) {
+        let any = self.device.bridges.have_sends_in_flight();
+        self.device.sends_end_by = any.then_some(self.cx.now + wait(self.cx));
+        if let Some(at) = self.device.sends_end_by {
+            self.device.timers.set(at, Timer::EndSends);
         }
     }
 
     /// Lets a connection with sends in flight linger when its ring stops, if its stream had ended in order.
     /// Returns whether it does.
-    pub(super) fn linger_without_ring(&mut self, key: u32, cx: &mut Context<'_>) -> bool {
-        let Some(bridge) = self.bridges.get_mut(key) else {
+    pub(super) fn linger_without_ring(&mut self, key: u32) -> bool {
+        let Some(bridge) = self.device.bridges.get_mut(key) else {
             return false;
         };
         let ended = bridge.state.has_guest_finished();
         let Some(sends) = bridge.sends().filter(|_| ended) else {
             return false;
         };
-        let at = cx.now + wait(cx);
+        let at = self.cx.now + wait(self.cx);
         sends.ends_by = Some(at);
         sends.forget_chains();
-        self.timers.set(at, Timer::EndSends);
-        bridge.flow.is_none() || self.linger(key, cx)
+        self.device.timers.set(at, Timer::EndSends);
+        bridge.flow.is_none() || self.linger(key)
     }
 
     /// Resets the connections with sends in flight that have delayed a command for too long, or that have
     /// had no ring for as long.
-    pub(super) fn sends_timed_out(&mut self, cx: &mut Context<'_>) {
-        let past = |at: Option<Instant>| at.is_some_and(|at| at <= cx.now);
-        let command = self.queues.is_command_pending() && past(self.sends_end_by);
+    pub(super) fn sends_timed_out(&mut self) {
+        let past = |at: Option<Instant>| at.is_some_and(|at| at <= self.cx.now);
+        let command = self.device.queues.is_command_pending() && past(self.device.sends_end_by);
         let ends = |bridge: &Bridge| {
             let forwarded = bridge.forwarded.as_ref();
             let sends = forwarded.and_then(|it| it.zero_copy.as_ref());
             sends.is_some_and(|it| it.in_flight() && (command || past(it.ends_by)))
         };
-        for key in self.bridges.keys_where(ends) {
-            if let Some(bridge) = self.bridges.get_mut(key) {
+        for key in self.device.bridges.keys_where(ends) {
+            if let Some(bridge) = self.device.bridges.get_mut(key) {
                 set_reason(bridge, "the remote side did not acknowledge in time");
             }
-            self.reset_bridge(key, cx);
+            self.reset_bridge(key);
         }
     }
 }
@@ -238,7 +234,7 @@ mod tests {
                 socket: HostSocket::tcp(socket.into(), permit),
                 ok: None,
             };
-            drop(device.remove_bridge(key, &mut cx));
+            drop(device.bridges_with(&mut cx).remove_bridge(key));
             match peer.read(&mut [0; 1]) {
                 Ok(0) => assert!(!in_flight),
                 Err(error) => assert!(in_flight && error.kind() == ErrorKind::ConnectionReset),

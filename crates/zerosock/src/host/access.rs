@@ -83,7 +83,7 @@ impl TableAccess for HostBackend {
         };
         // Packets of other kinds or connections are handled too.
         let show =
-            |device: &mut Device, cx: &mut Context<'_>| device.app_show(flow, bounds, look, cx);
+            |device: &mut Device, cx: &mut Context<'_>| device.half(cx).show(flow, bounds, look);
         self.with_device_if(vm, Device::has_arrivals, show)
             .unwrap_or_default()
     }
@@ -94,7 +94,7 @@ impl TableAccess for HostBackend {
         let conn = app.sockets.get(id).ok_or(NoLease::Empty)?;
         let (unread, flow) = (conn.has_unread(), conn.drained_flow());
         let may_lease = |device: &mut Device| unread || device.has_arrivals();
-        let lease = |device: &mut Device, cx: &mut Context<'_>| device.app_lease(id, flow, cx);
+        let lease = |device: &mut Device, cx: &mut Context<'_>| device.half(cx).lease(id, flow);
         let vm = app.device_of(conn.pool);
         let leased = vm.and_then(|vm| self.with_device_if(vm, may_lease, lease));
         leased.unwrap_or_else(|| {
@@ -110,7 +110,7 @@ impl TableAccess for HostBackend {
         if let Some(vm) = self.device_of(id)
             && let (Some(device), mut cx) = self.worker.lend_late(vm, self.now)
         {
-            device.old_memory_fits(&mut cx);
+            device.half(&mut cx).old_memory_fits();
         }
     }
 
@@ -179,7 +179,7 @@ impl TableAccess for HostBackend {
             let shown = device.is_some_and(|device| {
                 let trusted = trusts && device.process;
                 let mut look = |source, payload: Payload<'_>| look(source, payload, trusted);
-                device.app_show_datagram(id, &mut look, &mut cx)
+                device.half(&mut cx).show_datagram(id, &mut look)
             });
             if cx.clock.is_none() {
                 // Packets of other kinds were handled too and may have set timers.

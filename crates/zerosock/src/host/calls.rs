@@ -163,7 +163,7 @@ impl Backend for HostBackend {
         let now = self.worker.clock().now();
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(ConnectError::Unreachable)?;
-        let id = device.app_connect(from, to, socket_type, &mut cx)?;
+        let id = device.half(&mut cx).connect(from, to, socket_type)?;
         self.mark_ready(vm);
         Ok(id)
     }

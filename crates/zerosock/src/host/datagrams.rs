@@ -85,7 +85,7 @@ impl HostBackend {
             let (device, mut cx) = self.worker.lend(device.number, now);
             let Some(device) = device else { continue };
             let vm = device.addr().number;
-            if device.put_control(&message, &mut cx) {
+            if device.datagrams_with(&mut cx).put_control(&message) {
                 self.mark_changed(vm);
             } else if let Some(app) = self.worker.shared.app.as_deref_mut() {
                 let same = |to: Address| to.cid == message.dst.cid;
@@ -111,7 +111,7 @@ impl DatagramBackend for HostBackend {
     fn send(&mut self, id: DatagramId, to: Address, bytes: &[u8]) -> Result<(), DatagramFault> {
         let (from, vm) = self.may_send_datagram(id, to, bytes.len())?;
         let put = self.with_device(vm, |device, cx| {
-            device.app_send_datagram(from, to, bytes, cx)
+            device.half(cx).send_datagram(from, to, bytes)
         });
         match put.ok_or(DatagramFault::Unreachable)? {
             Ok(()) => {
@@ -170,7 +170,9 @@ impl DatagramBackend for HostBackend {
         };
         let sent = self
             .with_device(vm, |device, cx| {
-                device.app_send_datagram_loan(index, from, len, private, cx)
+                device
+                    .half(cx)
+                    .send_datagram_loan(index, from, len, private)
             })
             .ok_or(DatagramFault::Unreachable)?;
         match sent {

@@ -178,7 +178,7 @@ impl HostBackend {
         }
         match publish {
             Publish::Now if device.touched => self.flush_changed(),
-            Publish::Now => device.app_publish_sent(&mut cx),
+            Publish::Now => device.half(&mut cx).publish_sent(),
             Publish::Later if device.touched => {}
             Publish::Later => {
                 device.touched = true;
@@ -211,7 +211,7 @@ impl HostBackend {
         let (device, mut cx) = self.worker.lend_late(vm, self.now);
         if let Some(device) = device {
             device.touched = false;
-            if device.app_flush(&mut cx) || cx.clock.is_none() {
+            if device.half(&mut cx).flush() || cx.clock.is_none() {
                 // The device may have a timer, which its turn registers.
                 self.worker.activate(vm);
             }
@@ -329,7 +329,7 @@ impl HostBackend {
             let now = self.now;
             let (device, mut cx) = self.worker.lend(vm, now);
             if let Some(device) = device {
-                device.app_reset_unread(id, &mut cx);
+                device.half(&mut cx).reset_unread(id);
             }
             self.mark_ready(vm);
         }
@@ -341,7 +341,7 @@ impl HostBackend {
             let now = self.worker.clock().now();
             let (device, mut cx) = self.worker.lend(vm, now);
             if let Some(device) = device {
-                device.app_close(flow, reset, &mut cx);
+                device.half(&mut cx).close(flow, reset);
             }
             self.mark_ready(vm);
         }

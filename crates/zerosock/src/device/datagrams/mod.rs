@@ -40,66 +40,27 @@ use zerosock_virtio::ring::Ring;
 /// the queue can later be read in place.
 const COPY: usize = 128 << 10;
 
+/// The datagrams of a device, with what the worker lends it for a turn.
+pub(crate) struct GuestDatagrams<'a, 'c> {
+    device: &'a mut Device,
+    cx: &'a mut Context<'c>,
+}
+
+impl Device {
+    #[inline]
+    pub(crate) fn datagrams_with<'a, 'c>(
+        &'a mut self,
+        cx: &'a mut Context<'c>,
+    ) -> GuestDatagrams<'a, 'c> {
+        GuestDatagrams { device: self, cx }
+    }
+}
+
 impl Device {
     /// Whether the guest's driver has negotiated datagrams; `None`: no driver runs.
     pub(crate) fn takes_datagrams(&self) -> Option<bool> {
         let running = self.queues.rings.rx.as_ref().is_some_and(Ring::live);
         running.then_some(self.datagrams.negotiated)
-    }
-
-    /// Handles a packet of type DGRAM from the guest.
-    #[cold]
-    pub(super) fn guest_datagram(&mut self, chain: Chain, header: Repr, cx: &mut Context<'_>) {
-        let is_control = Control::parse(&header).is_some();
-        if !self.owns_source(header.src, cx)
-            || !(Datagrams::is_data(&header) || (is_control && self.datagrams.flow_control))
-        {
-            cx.shared.counters.bad_packets.add(1);
-            return self.complete_tx(chain);
-        }
-        if is_control {
-            return self.guest_control(chain, header, cx);
-        }
-        let piece = self.datagrams.assembler.handle(&header, || cx.time());
-        self.count_lost(cx);
-        let end = match piece {
-            Fragment::Whole => return self.dispatch(chain, header, None, cx),
-            Fragment::First => {
-                self.datagrams.kept.clear();
-                None
-            }
-            Fragment::More => None,
-            Fragment::Last { len } => Some(len),
-            Fragment::Lost => {
-                self.datagrams.kept = Vec::new();
-                cx.shared.counters.bad_packets.add(1);
-                return self.complete_tx(chain);
-            }
-        };
-        if let Some(tx) = &self.queues.rings.tx {
-            let kept = &mut self.datagrams.kept;
-            if kept.try_reserve(header.len as usize).is_err() {
-                self.datagrams.kept = Vec::new();
-                match end {
-                    Some(_) => cx.shared.counters.datagrams_dropped.add(1),
-                    None => self.datagrams.assembler.discard(),
-                }
-                self.count_lost(cx);
-                return self.complete_tx(chain);
-            }
-            let start = kept.len();
-            kept.resize(start + header.len as usize, 0);
-            let out = kept.get_mut(start..).unwrap_or(&mut []);
-            tx.queue.memory().read(chain.readable(), HEADER_LEN, out);
-            cx.shared.counters.copied_bytes.add(u64::from(header.len));
-        }
-        match end {
-            None => self.complete_tx(chain),
-            Some(len) => {
-                let bytes = std::mem::take(&mut self.datagrams.kept);
-                self.dispatch(chain, Repr { len, ..header }, Some(bytes), cx);
-            }
-        }
     }
 
     /// Whether `source` is the guest's own address: its CID and, for a host service, a port that
@@ -108,69 +69,129 @@ impl Device {
         source.cid == self.cid
             && (self.cid != Cid::HOST || cx.shared.routes.service(source.port) == Some(self.addr))
     }
+}
+
+impl GuestDatagrams<'_, '_> {
+    fn complete_tx(&mut self, chain: Chain) {
+        if let Some(tx) = &mut self.device.queues.rings.tx {
+            tx.complete(chain, 0);
+        }
+    }
+
+    /// Handles a packet of type DGRAM from the guest.
+    #[cold]
+    pub(super) fn guest_datagram(&mut self, chain: Chain, header: Repr) {
+        let is_control = Control::parse(&header).is_some();
+        if !self.device.owns_source(header.src, self.cx)
+            || !(Datagrams::is_data(&header) || (is_control && self.device.datagrams.flow_control))
+        {
+            self.cx.shared.counters.bad_packets.add(1);
+            return self.complete_tx(chain);
+        }
+        if is_control {
+            return self.guest_control(chain, header);
+        }
+        let piece = self
+            .device
+            .datagrams
+            .assembler
+            .handle(&header, || self.cx.time());
+        self.count_lost();
+        let end = match piece {
+            Fragment::Whole => return self.dispatch(chain, header, None),
+            Fragment::First => {
+                self.device.datagrams.kept.clear();
+                None
+            }
+            Fragment::More => None,
+            Fragment::Last { len } => Some(len),
+            Fragment::Lost => {
+                self.device.datagrams.kept = Vec::new();
+                self.cx.shared.counters.bad_packets.add(1);
+                return self.complete_tx(chain);
+            }
+        };
+        if let Some(tx) = &self.device.queues.rings.tx {
+            let kept = &mut self.device.datagrams.kept;
+            if kept.try_reserve(header.len as usize).is_err() {
+                self.device.datagrams.kept = Vec::new();
+                match end {
+                    Some(_) => self.cx.shared.counters.datagrams_dropped.add(1),
+                    None => self.device.datagrams.assembler.discard(),
+                }
+                self.count_lost();
+                return self.complete_tx(chain);
+            }
+            let start = kept.len();
+            kept.resize(start + header.len as usize, 0);
+            let out = kept.get_mut(start..).unwrap_or(&mut []);
+            tx.queue.memory().read(chain.readable(), HEADER_LEN, out);
+            self.cx
+                .shared
+                .counters
+                .copied_bytes
+                .add(u64::from(header.len));
+        }
+        match end {
+            None => self.complete_tx(chain),
+            Some(len) => {
+                let bytes = std::mem::take(&mut self.device.datagrams.kept);
+                self.dispatch(chain, Repr { len, ..header }, Some(bytes));
+            }
+        }
+    }
 
     /// Counts a datagram that can no longer be completed, if there is one.
     #[inline]
-    fn count_lost(&mut self, cx: &mut Context<'_>) {
-        let Some(lost) = self.datagrams.assembler.take_lost() else {
+    fn count_lost(&mut self) {
+        let Some(lost) = self.device.datagrams.assembler.take_lost() else {
             return;
         };
-        cx.shared.counters.datagrams_dropped.add(1);
-        if is_for_program(lost.to(), cx)
-            && let Some(app) = cx.shared.app.as_deref_mut()
+        self.cx.shared.counters.datagrams_dropped.add(1);
+        if is_for_program(lost.to(), self.cx)
+            && let Some(app) = self.cx.shared.app.as_deref_mut()
         {
             app.inboxes.table.handle_lost(lost);
         }
     }
 
-    fn complete_tx(&mut self, chain: Chain) {
-        if let Some(tx) = &mut self.queues.rings.tx {
-            tx.complete(chain, 0);
-        }
-    }
-
     /// Handles a flow-control packet from the guest.
-    fn guest_control(&mut self, chain: Chain, header: Repr, cx: &mut Context<'_>) {
-        if is_for_program(header.dst, cx) {
-            let now = cx.time();
-            match cx.shared.app.as_deref_mut() {
+    fn guest_control(&mut self, chain: Chain, header: Repr) {
+        if is_for_program(header.dst, self.cx) {
+            let now = self.cx.time();
+            match self.cx.shared.app.as_deref_mut() {
                 Some(app) => {
                     app.inboxes.table.handle_control(now, &header);
                 }
-                None => self.association_control(&header, now),
+                None => self.device.association_control(&header, now),
             }
             return self.complete_tx(chain);
         }
-        self.lend_to_sibling(chain, header, None, cx);
+        self.lend_to_sibling(chain, header, None);
     }
 
     /// Delivers a complete datagram of the guest: in `chain`, or assembled in `bytes`.
-    fn dispatch(
-        &mut self,
-        chain: Chain,
-        header: Repr,
-        bytes: Option<Vec<u8>>,
-        cx: &mut Context<'_>,
-    ) {
-        self.moved += header.len as usize;
-        if !is_for_program(header.dst, cx) {
-            return self.lend_to_sibling(chain, header, bytes, cx);
+    fn dispatch(&mut self, chain: Chain, header: Repr, bytes: Option<Vec<u8>>) {
+        self.device.moved += header.len as usize;
+        if !is_for_program(header.dst, self.cx) {
+            return self.lend_to_sibling(chain, header, bytes);
         }
-        let flow = self.datagrams.flow_control;
-        if let Err(denial) = cx.shared.routes.admit(self.cid, header.dst) {
-            self.deny_datagram(header.src, header.dst, denial, cx);
+        let flow = self.device.datagrams.flow_control;
+        if let Err(denial) = self.cx.shared.routes.admit(self.device.cid, header.dst) {
+            self.device
+                .deny_datagram(header.src, header.dst, denial, self.cx);
             return self.complete_tx(chain);
         }
-        if cx.shared.app.is_none() {
-            return self.send_outside(chain, &header, bytes, cx);
+        if self.cx.shared.app.is_none() {
+            return self.send_outside(chain, &header, bytes);
         }
-        let now = cx.time();
-        let taken = cx.shared.app.as_deref_mut().and_then(|app| {
+        let now = self.cx.time();
+        let taken = self.cx.shared.app.as_deref_mut().and_then(|app| {
             let table = &mut app.inboxes.table;
             let id = table.receive(header.src, header.dst, header.len, flow, || now);
             Some((id.ok()?, app))
         });
-        let (Some((id, app)), Some(tx)) = (taken, self.queues.rings.tx.as_mut()) else {
+        let (Some((id, app)), Some(tx)) = (taken, self.device.queues.rings.tx.as_mut()) else {
             return self.complete_tx(chain);
         };
         if let Some(bytes) = bytes {
@@ -179,11 +200,13 @@ impl Device {
                 .deliver_copy(id, header.src, bytes, &mut app.sockets);
             return;
         }
-        self.app.note_descriptors(chain.descriptors(), tx, app);
+        self.device
+            .app
+            .note_descriptors(chain.descriptors(), tx, app);
         let held = HeldBuffer {
             token: HostToken {
                 chain,
-                vm: self.addr.number,
+                vm: self.device.addr.number,
                 epoch: tx.epoch,
             },
             offset: HEADER_LEN as u32,
@@ -191,31 +214,34 @@ impl Device {
             since: Some(now),
             ends: MessageEnd::Nothing,
         };
-        let pool = self.app.pool;
-        let mut store = QueueStore::new(tx, &mut self.shard);
+        let pool = self.device.app.pool;
+        let mut store = QueueStore::new(tx, &mut self.device.shard);
         let (inboxes, sockets) = (&mut app.inboxes, &mut app.sockets);
         if inboxes.deliver(id, header.src, pool, held, sockets, &mut store) {
-            self.moved += COPY;
-            self.datagrams.charged += COPY;
+            self.device.moved += COPY;
+            self.device.datagrams.charged += COPY;
         }
     }
 
     /// Handles expired datagram deadlines.
-    pub(super) fn datagram_timeout(&mut self, cx: &mut Context<'_>) {
-        if self.datagrams.handle_timeout(cx.now) {
-            wake_all(cx);
+    pub(super) fn datagram_timeout(&mut self) {
+        if self.device.datagrams.handle_timeout(self.cx.now) {
+            wake_all(self.cx);
         }
-        self.datagrams.associations.handle_timeout(self.cid, cx.now);
-        self.end_idle_associations(cx);
-        self.count_lost(cx);
-        self.notify_sources(cx);
+        self.device
+            .datagrams
+            .associations
+            .handle_timeout(self.device.cid, self.cx.now);
+        self.end_idle_associations();
+        self.count_lost();
+        self.notify_sources();
     }
 
     /// Drops all datagram state, also the program's about this guest: the driver has gone.
-    pub(super) fn forget_datagrams(&mut self, cx: &mut Context<'_>) {
-        self.datagrams.forget();
-        let cid = self.cid;
-        if let Some(app) = cx.shared.app.as_deref_mut() {
+    pub(super) fn forget_datagrams(&mut self) {
+        self.device.datagrams.forget();
+        let cid = self.device.cid;
+        if let Some(app) = self.cx.shared.app.as_deref_mut() {
             app.inboxes.table.forget(cid);
         }
     }

@@ -13,6 +13,7 @@
 //! is full, a few copies wait. An answer is received into posted buffers by one `recvmsg` once there are
 //! enough of them; by way of a copy if they are too many pieces.
 
+use crate::device::datagrams::GuestDatagrams;
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -45,24 +46,19 @@ const SOCKETS_PER_TURN: usize = 8;
 /// Most pieces of memory in one send.
 const PIECES: usize = 64;
 
-impl Device {
+impl GuestDatagrams<'_, '_> {
     /// Sends a datagram of the guest to the socket that a rule has for it: in `chain`, or assembled in
     /// `bytes`.
-    pub(super) fn send_outside(
-        &mut self,
-        chain: Chain,
-        header: &Repr,
-        bytes: Option<Vec<u8>>,
-        cx: &mut Context<'_>,
-    ) {
-        let Some(key) = self.association_for(header, cx) else {
-            cx.shared.counters.datagrams_dropped.add(1);
+    pub(super) fn send_outside(&mut self, chain: Chain, header: &Repr, bytes: Option<Vec<u8>>) {
+        let Some(key) = self.association_for(header) else {
+            self.cx.shared.counters.datagrams_dropped.add(1);
             return self.complete_tx(chain);
         };
         let len = header.len as usize;
-        let table = &mut self.datagrams.associations.table;
+        let table = &mut self.device.datagrams.associations.table;
         let room = table.room();
-        let (Some(tx), Some(association)) = (self.queues.rings.tx.as_mut(), table.get_mut(key))
+        let (Some(tx), Some(association)) =
+            (self.device.queues.rings.tx.as_mut(), table.get_mut(key))
         else {
             return;
         };
@@ -77,7 +73,7 @@ impl Device {
                 match in_place {
                     true => send_slices(socket, &slices),
                     // In too many pieces.
-                    false => match copy(memory, &chain, len, cx) {
+                    false => match copy(memory, &chain, len, self.cx) {
                         Some(bytes) => send_bytes(socket, &bytes),
                         None => Sent::NoMemory,
                     },
@@ -87,7 +83,7 @@ impl Device {
         };
         if sent == Sent::Full
             && association.held.len() < room
-            && let Some(bytes) = bytes.or_else(|| copy(memory, &chain, len, cx))
+            && let Some(bytes) = bytes.or_else(|| copy(memory, &chain, len, self.cx))
             && association.hold(&bytes, room)
         {
             table.recount(key);
@@ -95,30 +91,32 @@ impl Device {
         }
         tx.complete(chain, 0);
         if in_place && sent == Sent::Yes {
-            cx.shared.counters.in_place_bytes.add(len as u64);
+            self.cx.shared.counters.in_place_bytes.add(len as u64);
         }
-        self.datagram_sent(key, len, sent, cx);
+        self.datagram_sent(key, len, sent);
     }
 
     /// Accounts for a datagram that has left the device or was dropped.
-    fn datagram_sent(&mut self, key: u32, len: usize, sent: Sent, cx: &mut Context<'_>) {
-        let table = &mut self.datagrams.associations.table;
+    fn datagram_sent(&mut self, key: u32, len: usize, sent: Sent) {
+        let table = &mut self.device.datagrams.associations.table;
         let Some(association) = table.get_mut(key) else {
             return;
         };
         match sent {
             Sent::Yes => {
                 association.forwarded.sent(len);
-                table.touch(key, cx.now);
+                table.touch(key, self.cx.now);
             }
-            Sent::Lost => self.fail("guest memory vanished under a send", cx),
+            Sent::Lost => self
+                .device
+                .fail("guest memory vanished under a send", self.cx),
             _ => {
                 association.forwarded.dropped();
-                cx.shared.counters.datagrams_dropped.add(1);
+                self.cx.shared.counters.datagrams_dropped.add(1);
                 // A Unix socket that was closed has no successor at the same address: the next
                 // datagram looks for one.
                 if sent == Sent::Dropped && association.forwarded.is_to_unix() {
-                    self.end_association(key, "reset by the remote side", cx);
+                    self.end_association(key, "reset by the remote side");
                 }
             }
         }
@@ -126,11 +124,11 @@ impl Device {
 
     /// The association for a datagram of the guest, made if there is none. `None`: no rule matches, or
     /// the rule or a limit refuses it.
-    fn association_for(&mut self, header: &Repr, cx: &mut Context<'_>) -> Option<u32> {
+    fn association_for(&mut self, header: &Repr) -> Option<u32> {
         let (from, to) = (header.src, header.dst.port);
-        let routes = &cx.shared.routes;
-        let rule = routes.forward_rule(self.cid, to, SocketType::Datagram)?;
-        let table = &self.datagrams.associations.table;
+        let routes = &self.cx.shared.routes;
+        let rule = routes.forward_rule(self.device.cid, to, SocketType::Datagram)?;
+        let table = &self.device.datagrams.associations.table;
         let known = table.find(&(from.port, to));
         let rule_of = |key| Some(&table.get(key)?.rule);
         if known
@@ -141,29 +139,23 @@ impl Device {
         }
         let rule = Arc::clone(rule);
         if let Some(key) = known {
-            self.end_association(key, "its rule has changed", cx);
+            self.end_association(key, "its rule has changed");
         }
         // A guest that uses a new port for each datagram leaves the worker to the others.
-        let charge = self.from_guest_budget.bytes() / SOCKETS_PER_TURN;
-        self.moved += charge;
-        self.datagrams.charged += charge;
-        self.associate(from, header.dst, &rule, cx)
+        let charge = self.device.from_guest_budget.bytes() / SOCKETS_PER_TURN;
+        self.device.moved += charge;
+        self.device.datagrams.charged += charge;
+        self.associate(from, header.dst, &rule)
     }
 
-    fn associate(
-        &mut self,
-        from: Address,
-        to: Address,
-        rule: &Arc<ActiveRule>,
-        cx: &mut Context<'_>,
-    ) -> Option<u32> {
-        let (target, admitted) = self.admit_by(rule, from, to.port)?;
+    fn associate(&mut self, from: Address, to: Address, rule: &Arc<ActiveRule>) -> Option<u32> {
+        let (target, admitted) = self.device.admit_by(rule, from, to.port)?;
         // After all refusals: a rule that is full ends no association of another one.
-        let table = &self.datagrams.associations.table;
+        let table = &self.device.datagrams.associations.table;
         if table.count() >= associations::MAX
             && let Some(key) = table.longest_idle()
         {
-            self.end_association(key, "a newer one has taken its place", cx);
+            self.end_association(key, "a newer one has taken its place");
         }
         let remote = Remote::Target {
             target: target.clone(),
@@ -171,27 +163,29 @@ impl Device {
         };
         let forwarded = Forwarded::new(admitted, from, remote, None);
         let outside = Outside::new(Arc::clone(rule), forwarded);
-        let table = &mut self.datagrams.associations.table;
-        let id = table.add((from.port, to.port), outside, cx.now);
-        match self.connect_by(rule, &target) {
+        let table = &mut self.device.datagrams.associations.table;
+        let id = table.add((from.port, to.port), outside, self.cx.now);
+        match self.device.connect_by(rule, &target) {
             Some(Attempt::Ready(socket) | Attempt::InProgress(socket)) => {
-                self.association_opened(id.key, socket, cx);
+                self.association_opened(id.key, socket);
             }
-            Some(Attempt::Refused(error)) => {
-                self.refuse_association(id.key, &error.to_string(), cx)
-            }
+            Some(Attempt::Refused(error)) => self.refuse_association(id.key, &error.to_string()),
             None | Some(Attempt::Later | Attempt::NeedsConnector) => {
-                let request = request_by(rule, target, from, to.port, cx);
-                match self.ask_connector(DialedFor::Association(id), request, cx) {
+                let request = request_by(rule, target, from, to.port, self.cx);
+                match self
+                    .device
+                    .ask_connector(DialedFor::Association(id), request, self.cx)
+                {
                     Ok(pending) => {
-                        let association = self.datagrams.associations.table.get_mut(id.key)?;
+                        let association =
+                            self.device.datagrams.associations.table.get_mut(id.key)?;
                         association.asked = Some(pending);
                     }
-                    Err(reason) => self.refuse_association(id.key, &reason, cx),
+                    Err(reason) => self.refuse_association(id.key, &reason),
                 }
             }
         }
-        self.datagrams.associations.table.key_of(id)
+        self.device.datagrams.associations.table.key_of(id)
     }
 
     /// Handles the connector's answer.
@@ -199,61 +193,60 @@ impl Device {
         &mut self,
         to: AssociationId,
         outcome: Result<Box<Dialed>, Refusal>,
-        cx: &mut Context<'_>,
     ) {
         // Without an association the socket is closed.
-        let Some(key) = self.datagrams.associations.table.key_of(to) else {
+        let Some(key) = self.device.datagrams.associations.table.key_of(to) else {
             return;
         };
         match outcome {
             Ok(dialed) => {
-                if let Some(association) = self.datagrams.associations.table.get_mut(key) {
+                if let Some(association) = self.device.datagrams.associations.table.get_mut(key) {
                     association.answered(dialed.address, dialed.has_alternative);
                     association.forwarded.set_address(dialed.address);
                 }
-                self.association_opened(key, dialed.socket, cx);
-                self.flush_association(key, cx);
+                self.association_opened(key, dialed.socket);
+                self.flush_association(key);
             }
-            Err(refusal) => self.refuse_association(key, &refusal.reason, cx),
+            Err(refusal) => self.refuse_association(key, &refusal.reason),
         }
     }
 
-    fn association_opened(&mut self, key: u32, socket: HostSocket, cx: &mut Context<'_>) {
-        let token = self.token(ASSOCIATION, key);
-        if let Err(error) = cx.poller.add(&socket, token, Interest::All) {
-            return self.refuse_association(key, &error.to_string(), cx);
+    fn association_opened(&mut self, key: u32, socket: HostSocket) {
+        let token = self.device.token(ASSOCIATION, key);
+        if let Err(error) = self.cx.poller.add(&socket, token, Interest::All) {
+            return self.refuse_association(key, &error.to_string());
         }
-        let table = &mut self.datagrams.associations.table;
+        let table = &mut self.device.datagrams.associations.table;
         if let Some(association) = table.get_mut(key) {
             association.socket = Some(socket);
-            association.forwarded.open(&self.access_log);
+            association.forwarded.open(&self.device.access_log);
             if let Some(limit) = association.rule.rule.idle() {
-                table.touch(key, cx.now);
+                table.touch(key, self.cx.now);
                 table.limit_idle(key, limit);
             }
         }
     }
 
-    fn refuse_association(&mut self, key: u32, reason: &str, cx: &mut Context<'_>) {
-        if let Some(association) = self.datagrams.associations.table.get(key) {
-            self.refuse_forwarded(&association.forwarded, reason);
+    fn refuse_association(&mut self, key: u32, reason: &str) {
+        if let Some(association) = self.device.datagrams.associations.table.get(key) {
+            self.device.refuse_forwarded(&association.forwarded, reason);
         }
-        self.end_association(key, "refused", cx);
+        self.end_association(key, "refused");
     }
 
-    fn end_association(&mut self, key: u32, reason: &'static str, cx: &mut Context<'_>) {
-        let Some(mut association) = self.datagrams.associations.table.remove(key) else {
+    fn end_association(&mut self, key: u32, reason: &'static str) {
+        let Some(mut association) = self.device.datagrams.associations.table.remove(key) else {
             return;
         };
         if let Some(socket) = &association.socket
             && socket.is_closed_later()
         {
             // An event of the open socket would be attributed to the next association with this key.
-            cx.poller.remove(socket);
+            self.cx.poller.remove(socket);
         }
         for _ in 0..association.held.len() {
             association.forwarded.dropped();
-            cx.shared.counters.datagrams_dropped.add(1);
+            self.cx.shared.counters.datagrams_dropped.add(1);
         }
         association.forwarded.set_reason(reason);
         association.forwarded.finish();
@@ -264,35 +257,35 @@ impl Device {
         &mut self,
         reason: &'static str,
         most: usize,
-        cx: &mut Context<'_>,
     ) -> bool {
-        let keys = self.datagrams.associations.table.keys();
+        let keys = self.device.datagrams.associations.table.keys();
         let more = keys.len() > most;
         for key in keys.into_iter().take(most) {
-            self.end_association(key, reason, cx);
+            self.end_association(key, reason);
         }
         more
     }
 
     /// Ends associations on which no datagram has passed for the idle time of their rules: as many as one
     /// turn may. For those that are left, the device's next timeout has come already.
-    pub(super) fn end_idle_associations(&mut self, cx: &mut Context<'_>) {
+    pub(super) fn end_idle_associations(&mut self) {
         for _ in 0..PART {
-            let Some(key) = self.datagrams.associations.table.pop_idle(cx.now) else {
+            let Some(key) = self
+                .device
+                .datagrams
+                .associations
+                .table
+                .pop_idle(self.cx.now)
+            else {
                 return;
             };
-            self.end_association(key, "idle", cx);
+            self.end_association(key, "idle");
         }
     }
 
     /// Handles an edge of an association's socket.
-    pub(in crate::device) fn association_ready(
-        &mut self,
-        key: u32,
-        readiness: Readiness,
-        cx: &mut Context<'_>,
-    ) {
-        let Some(association) = self.datagrams.associations.table.get_mut(key) else {
+    pub(in crate::device) fn association_ready(&mut self, key: u32, readiness: Readiness) {
+        let Some(association) = self.device.datagrams.associations.table.get_mut(key) else {
             return;
         };
         if readiness.has_error()
@@ -304,24 +297,27 @@ impl Device {
                 .rule
                 .rule
                 .to
-                .resolve(self.cid, association.source.1);
-            if let (Some(connector), Some(target)) = (&cx.shared.connector, target) {
+                .resolve(self.device.cid, association.source.1);
+            if let (Some(connector), Some(target)) = (&self.cx.shared.connector, target) {
                 connector.refused(&target, address);
             }
-            return self.end_association(key, "refused by the remote side", cx);
+            return self.end_association(key, "refused by the remote side");
         }
         if readiness.readable() {
             association.readable = true;
-            self.datagrams.associations.enqueue(key, self.cid, cx.now);
+            self.device
+                .datagrams
+                .associations
+                .enqueue(key, self.device.cid, self.cx.now);
         }
         if readiness.writable() {
-            self.flush_association(key, cx);
+            self.flush_association(key);
         }
     }
 
     /// Sends the datagrams that wait, as far as the socket takes them.
-    fn flush_association(&mut self, key: u32, cx: &mut Context<'_>) {
-        while let Some(association) = self.datagrams.associations.table.get_mut(key)
+    fn flush_association(&mut self, key: u32) {
+        while let Some(association) = self.device.datagrams.associations.table.get_mut(key)
             && let (Some(socket), false) = (&association.socket, association.held.is_empty())
         {
             let bytes = association.held.first();
@@ -330,11 +326,105 @@ impl Device {
                 return;
             }
             association.held.pop();
-            self.datagrams.associations.table.recount(key);
-            self.datagram_sent(key, len, sent, cx);
+            self.device.datagrams.associations.table.recount(key);
+            self.datagram_sent(key, len, sent);
         }
     }
 
+    /// Sends the guest answers of sockets, as far as there are buffers.
+    pub(super) fn transmit_answers(&mut self) {
+        // Streams that wait have more than answers.
+        let most = match self.device.bridges.has_ready() {
+            true => TURN_BYTES / 2,
+            false => TURN_BYTES,
+        };
+        let before = self.device.moved;
+        for _ in 0..BUDGET {
+            if self.device.starved || self.device.moved - before >= most {
+                return;
+            }
+            let Some(key) = self.device.datagrams.associations.table.dequeue() else {
+                return;
+            };
+            match self.transmit_answer(key) {
+                Ok(()) => {
+                    self.device
+                        .datagrams
+                        .associations
+                        .enqueue(key, self.device.cid, self.cx.now)
+                }
+                Err(NotPut::NoRoom) => {
+                    return self.device.datagrams.associations.table.requeue(key);
+                }
+                Err(_) => {
+                    return self
+                        .device
+                        .fail("guest memory vanished under a receive", self.cx);
+                }
+            }
+        }
+    }
+
+    /// Sends the guest the next answer of an association, or finds that there is none.
+    fn transmit_answer(&mut self, key: u32) -> Result<(), NotPut> {
+        let guest = self.device.cid;
+        let Some(association) = self.device.datagrams.associations.table.get_mut(key) else {
+            return Ok(());
+        };
+        let Some(socket) = association.socket.take() else {
+            return Ok(());
+        };
+        let (port, host_port) = association.source;
+        let (from, to) = (
+            Address::new(Cid::HOST, host_port),
+            Address::new(guest, port),
+        );
+        let ahead = match hybrid::look_ahead(&socket) {
+            // A report about an earlier datagram, which is over now. A lasting one has an edge.
+            Ahead::Failed => hybrid::look_ahead(&socket),
+            ahead => ahead,
+        };
+        let put = match ahead {
+            Ahead::Message(len) if len > MAX_DATAGRAM as usize => Some((Err(NotPut::TooLong), len)),
+            Ahead::Message(len) => {
+                let source = DatagramPayload::Socket(&socket, len);
+                Some((self.put_of_sibling(from, to, source), len))
+            }
+            _ => None,
+        };
+        let table = &mut self.device.datagrams.associations.table;
+        if let Some((Ok(()), _)) = put {
+            table.touch(key, self.cx.now);
+        }
+        let Some(association) = table.get_mut(key) else {
+            return Ok(());
+        };
+        let result = match put {
+            Some((Ok(()), len)) => {
+                self.device.moved += len;
+                association.forwarded.received(len);
+                Ok(())
+            }
+            Some((Err(NotPut::TooLong), _)) => {
+                // Reading any part of a datagram removes it.
+                let _ = socket.recv(&mut [0u8; 1]);
+                association.forwarded.dropped();
+                self.cx.shared.counters.datagrams_dropped.add(1);
+                Ok(())
+            }
+            Some((Err(NotPut::NotReceived(false)), _)) => Ok(()),
+            Some((error, _)) => error,
+            None => {
+                association.readable = false;
+                Ok(())
+            }
+        };
+        association.socket = Some(socket);
+        result
+    }
+}
+
+impl Device {
     /// Handles STOP or START of the guest to a port of CID 2.
     pub(super) fn association_control(&mut self, header: &Repr, now: Instant) {
         let (port, guest) = (header.dst.port, header.src);
@@ -356,87 +446,6 @@ impl Device {
         all.handle_timeout(self.cid, now);
         // Beyond the bound of entries the guest drops what it cannot take.
         let _ = all.paused.pause(now, port, guest, reason);
-    }
-
-    /// Sends the guest answers of sockets, as far as there are buffers.
-    pub(super) fn transmit_answers(&mut self, cx: &mut Context<'_>) {
-        // Streams that wait have more than answers.
-        let most = match self.bridges.has_ready() {
-            true => TURN_BYTES / 2,
-            false => TURN_BYTES,
-        };
-        let before = self.moved;
-        for _ in 0..BUDGET {
-            if self.starved || self.moved - before >= most {
-                return;
-            }
-            let Some(key) = self.datagrams.associations.table.dequeue() else {
-                return;
-            };
-            match self.transmit_answer(key, cx) {
-                Ok(()) => self.datagrams.associations.enqueue(key, self.cid, cx.now),
-                Err(NotPut::NoRoom) => return self.datagrams.associations.table.requeue(key),
-                Err(_) => return self.fail("guest memory vanished under a receive", cx),
-            }
-        }
-    }
-
-    /// Sends the guest the next answer of an association, or finds that there is none.
-    fn transmit_answer(&mut self, key: u32, cx: &mut Context<'_>) -> Result<(), NotPut> {
-        let guest = self.cid;
-        let Some(association) = self.datagrams.associations.table.get_mut(key) else {
-            return Ok(());
-        };
-        let Some(socket) = association.socket.take() else {
-            return Ok(());
-        };
-        let (port, host_port) = association.source;
-        let (from, to) = (
-            Address::new(Cid::HOST, host_port),
-            Address::new(guest, port),
-        );
-        let ahead = match hybrid::look_ahead(&socket) {
-            // A report about an earlier datagram, which is over now. A lasting one has an edge.
-            Ahead::Failed => hybrid::look_ahead(&socket),
-            ahead => ahead,
-        };
-        let put = match ahead {
-            Ahead::Message(len) if len > MAX_DATAGRAM as usize => Some((Err(NotPut::TooLong), len)),
-            Ahead::Message(len) => {
-                let source = DatagramPayload::Socket(&socket, len);
-                Some((self.put_of_sibling(from, to, source, cx), len))
-            }
-            _ => None,
-        };
-        let table = &mut self.datagrams.associations.table;
-        if let Some((Ok(()), _)) = put {
-            table.touch(key, cx.now);
-        }
-        let Some(association) = table.get_mut(key) else {
-            return Ok(());
-        };
-        let result = match put {
-            Some((Ok(()), len)) => {
-                self.moved += len;
-                association.forwarded.received(len);
-                Ok(())
-            }
-            Some((Err(NotPut::TooLong), _)) => {
-                // Reading any part of a datagram removes it.
-                let _ = socket.recv(&mut [0u8; 1]);
-                association.forwarded.dropped();
-                cx.shared.counters.datagrams_dropped.add(1);
-                Ok(())
-            }
-            Some((Err(NotPut::NotReceived(false)), _)) => Ok(()),
-            Some((error, _)) => error,
-            None => {
-                association.readable = false;
-                Ok(())
-            }
-        };
-        association.socket = Some(socket);
-        result
     }
 }
 

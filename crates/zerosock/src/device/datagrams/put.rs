@@ -4,6 +4,7 @@
 //! - A datagram is written completely or not at all.
 //! - Its fragments are contiguous in the queue.
 
+use crate::device::datagrams::GuestDatagrams;
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -15,7 +16,6 @@ use zerosock_ring::{Chain, Memory, SliceBuf};
 use crate::device::events::emit;
 use crate::device::host_sockets::HostSocket;
 use crate::device::state::program::App;
-use crate::device::{Context, Device};
 use crate::fallible;
 use crate::stats::Counters;
 
@@ -127,41 +127,41 @@ fn receive(
     }
 }
 
-impl Device {
+impl GuestDatagrams<'_, '_> {
     /// Sends the guest a flow-control packet. Returns false if there is no buffer.
-    pub(crate) fn put_control(&mut self, control: &Repr, cx: &mut Context<'_>) -> bool {
-        if !self.datagrams.flow_control {
+    pub(crate) fn put_control(&mut self, control: &Repr) -> bool {
+        if !self.device.datagrams.flow_control {
             // The driver has not negotiated flow control.
             return true;
         }
-        let pending = self.queues.is_command_pending();
-        let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
+        let pending = self.device.queues.is_command_pending();
+        let rx = self.device.queues.rings.rx.as_mut().filter(|_| !pending);
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN, true)?, rx)));
         let Some((chain, rx)) = popped else {
-            self.request_buffers();
+            self.device.request_buffers();
             return false;
         };
         emit(rx, chain, control, 0);
-        cx.shared.counters.tx_packets.add(1);
+        self.cx.shared.counters.tx_packets.add(1);
         true
     }
 
     /// Sends the guest the flow-control packets of the program's sockets.
-    pub(in crate::device) fn put_app_controls(&mut self, cx: &mut Context<'_>) {
-        let cid = self.cid;
+    pub(in crate::device) fn put_app_controls(&mut self) {
+        let cid = self.device.cid;
         let has = |app: &mut App| app.inboxes.table.has_control();
-        if !cx.shared.app.as_deref_mut().is_some_and(has) {
+        if !self.cx.shared.app.as_deref_mut().is_some_and(has) {
             return;
         }
-        let now = cx.time();
+        let now = self.cx.time();
         loop {
-            let app = cx.shared.app.as_deref_mut();
+            let app = self.cx.shared.app.as_deref_mut();
             let poll = |app: &mut App| app.inboxes.table.poll_control(now, |to| to.cid == cid);
             let Some(control) = app.and_then(poll) else {
                 break;
             };
-            if !self.put_control(&control, cx)
-                && let Some(app) = cx.shared.app.as_deref_mut()
+            if !self.put_control(&control)
+                && let Some(app) = self.cx.shared.app.as_deref_mut()
             {
                 app.inboxes.table.retry_control(now, |to| to.cid == cid);
                 break;
@@ -175,31 +175,30 @@ impl Device {
         from: Address,
         to: Address,
         source: DatagramPayload<'_>,
-        cx: &mut Context<'_>,
     ) -> Result<(), NotPut> {
         let len = source.len();
         let least = HEADER_LEN + usize::from(len > 0);
-        let pending = self.queues.is_command_pending();
-        let rx = self.queues.rings.rx.as_mut().filter(|_| !pending);
+        let pending = self.device.queues.is_command_pending();
+        let rx = self.device.queues.rings.rx.as_mut().filter(|_| !pending);
         let Some(rx) = rx else {
             return Err(NotPut::NoRoom);
         };
         let Some(first) = rx.pop_if(least, true) else {
-            self.starved = true;
+            self.device.starved = true;
             return Err(NotPut::NoRoom);
         };
         if first.writable_len() as usize >= HEADER_LEN + len {
             let (memory, chains) = (rx.queue.memory(), std::slice::from_ref(&first));
-            if let Err(error) = source.fill(memory, chains, &cx.shared.counters) {
+            if let Err(error) = source.fill(memory, chains, &self.cx.shared.counters) {
                 rx.queue.unpop(first);
                 return Err(error);
             }
             emit(rx, first, &data(from, to, len as u32, true), len);
-            cx.shared.counters.tx_packets.add(1);
-            cx.shared.counters.tx_bytes.add(len as u64);
+            self.cx.shared.counters.tx_packets.add(1);
+            self.cx.shared.counters.tx_bytes.add(len as u64);
             return Ok(());
         }
-        self.put_fragments(first, from, to, source, cx)
+        self.put_fragments(first, from, to, source)
     }
 
     #[cold]
@@ -209,18 +208,17 @@ impl Device {
         from: Address,
         to: Address,
         source: DatagramPayload<'_>,
-        cx: &mut Context<'_>,
     ) -> Result<(), NotPut> {
-        let Some(rx) = self.queues.rings.rx.as_mut() else {
+        let Some(rx) = self.device.queues.rings.rx.as_mut() else {
             return Err(NotPut::NoRoom);
         };
         let len = source.len();
-        let mut chains = std::mem::take(&mut self.datagrams.spare_chains);
+        let mut chains = std::mem::take(&mut self.device.datagrams.spare_chains);
         let mut room = first.writable_len() as usize - HEADER_LEN;
         if chains.try_reserve(1).is_err() {
             rx.queue.unpop(first);
-            self.datagrams.spare_chains = chains;
-            self.datagrams.retry = Some(cx.time() + RETRY);
+            self.device.datagrams.spare_chains = chains;
+            self.device.datagrams.retry = Some(self.cx.time() + RETRY);
             return Err(NotPut::NoRoom);
         }
         chains.push(first);
@@ -239,18 +237,18 @@ impl Device {
             while let Some(chain) = chains.pop() {
                 rx.queue.unpop(chain);
             }
-            self.datagrams.spare_chains = chains;
+            self.device.datagrams.spare_chains = chains;
             if most < len {
                 return Err(NotPut::TooLong);
             }
-            self.datagrams.retry = Some(cx.time() + RETRY);
+            self.device.datagrams.retry = Some(self.cx.time() + RETRY);
             return Err(NotPut::NoRoom);
         }
-        if let Err(error) = source.fill(rx.queue.memory(), &chains, &cx.shared.counters) {
+        if let Err(error) = source.fill(rx.queue.memory(), &chains, &self.cx.shared.counters) {
             while let Some(chain) = chains.pop() {
                 rx.queue.unpop(chain);
             }
-            self.datagrams.spare_chains = chains;
+            self.device.datagrams.spare_chains = chains;
             return Err(error);
         }
         let mut at = 0;
@@ -258,10 +256,10 @@ impl Device {
             let part = self::room(&chain).min(len - at);
             at += part;
             emit(rx, chain, &data(from, to, part as u32, at == len), part);
-            cx.shared.counters.tx_packets.add(1);
+            self.cx.shared.counters.tx_packets.add(1);
         }
-        self.datagrams.spare_chains = chains;
-        cx.shared.counters.tx_bytes.add(len as u64);
+        self.device.datagrams.spare_chains = chains;
+        self.cx.shared.counters.tx_bytes.add(len as u64);
         Ok(())
     }
 }

@@ -95,10 +95,10 @@ fn ready_streams_keep_half_of_the_buffers() {
     lab.ready();
     let (device, mut cx) = lab.lend();
     for datagram in datagrams(8, 100) {
-        device.sibling_datagram(datagram, &mut cx);
+        device.datagrams_with(&mut cx).sibling_datagram(datagram);
     }
     assert_eq!(device.datagrams.waiting.len(), 4);
-    device.transmit_datagrams(&mut cx);
+    device.datagrams_with(&mut cx).transmit_datagrams();
     assert_eq!(
         device.datagrams.waiting.len(),
         4,
@@ -109,10 +109,10 @@ fn ready_streams_keep_half_of_the_buffers() {
     // Streams have had their turn and took no buffer.
     let (device, mut cx) = lab.lend();
     device.renew_share();
-    device.transmit_datagrams(&mut cx);
+    device.datagrams_with(&mut cx).transmit_datagrams();
     assert_eq!(device.datagrams.waiting.len(), 2);
     device.bridges.clear_ready();
-    device.transmit_datagrams(&mut cx);
+    device.datagrams_with(&mut cx).transmit_datagrams();
     assert_eq!(device.datagrams.waiting.len(), 0);
     assert_eq!(posted(&mut lab), 0);
 }
@@ -122,7 +122,7 @@ fn datagrams_get_all_buffers_without_ready_streams() {
     let mut lab = receiver(8);
     let (device, mut cx) = lab.lend();
     for datagram in datagrams(9, 100) {
-        device.sibling_datagram(datagram, &mut cx);
+        device.datagrams_with(&mut cx).sibling_datagram(datagram);
     }
     assert_eq!(device.datagrams.waiting.len(), 1);
     assert_eq!(posted(&mut lab), 0);
@@ -141,7 +141,9 @@ fn assembled_datagrams_in_flight_are_bounded() {
     let (device, mut cx) = lab.lend();
     let header = data(TO, FROM, LEN as u32, true);
     let send = |device: &mut Device, chain, cx: &mut Context<'_>| {
-        device.lend_to_sibling(chain, header, Some(vec![0; LEN]), cx);
+        device
+            .datagrams_with(cx)
+            .lend_to_sibling(chain, header, Some(vec![0; LEN]));
     };
     for chain in chains {
         send(device, chain, &mut cx);
@@ -162,7 +164,7 @@ fn assembled_datagrams_in_flight_are_bounded() {
     device.datagrams.forget();
     assert_eq!(device.datagrams.under_way, siblings::UNDER_WAY);
     let (_, done) = return_lent(lent.pop().unwrap());
-    device.handle_sibling_message(done, &mut cx);
+    device.bridges_with(&mut cx).handle_sibling_message(done);
     assert_eq!(device.datagrams.under_way, siblings::UNDER_WAY - LEN);
     send(device, lent.pop().unwrap().chain, &mut cx);
     assert!(cx.outbox.pop_local().is_some());

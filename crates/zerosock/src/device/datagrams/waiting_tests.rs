@@ -88,11 +88,17 @@ fn program_is_woken_for_buffers_after_a_pending_command() {
     let (device, mut cx) = lab.lend();
     device.queues.rings.rx = Some(queue());
     device.queues.pending = Some(PendingCommand::Stop(RX, Reply::discarded()));
-    let put = device.app_send_datagram(host(), guest(), b"later", &mut cx);
+    let put = device
+        .half(&mut cx)
+        .send_datagram(host(), guest(), b"later");
     assert_eq!(put, Err(NotPut::NoRoom));
     // A flow-control packet finds no room either.
     device.datagrams.set_features(F_DGRAM | F_DGRAM_FLOW);
-    assert!(!device.put_control(&Control::Unsupported.emit(host(), guest()), &mut cx));
+    assert!(
+        !device
+            .datagrams_with(&mut cx)
+            .put_control(&Control::Unsupported.emit(host(), guest()))
+    );
     for _ in 0..2 {
         assert!(
             !device.has_available_chains() && !device.enable_kicks(),
@@ -114,6 +120,6 @@ fn program_is_woken_for_buffers_after_a_pending_command() {
     );
     device.transmit(&mut cx);
     assert!(!device.program_waits() && !device.has_available_chains());
-    let put = device.app_send_datagram(host(), guest(), b"now", &mut cx);
+    let put = device.half(&mut cx).send_datagram(host(), guest(), b"now");
     assert_eq!(put, Ok(()));
 }

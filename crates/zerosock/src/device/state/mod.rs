@@ -180,7 +180,7 @@ pub(crate) struct Device {
 
     /// The peer is an attached process, not a VM.
     pub(crate) process: bool,
-    /// The rings have unpublished changes that [`app_flush`](Self::app_flush) publishes.
+    /// The rings have unpublished changes that [`flush`](Self::app_flush) publishes.
     pub(crate) touched: bool,
     /// The values last reported to the worker's counters.
     pub(in crate::device) counted: Gauges,

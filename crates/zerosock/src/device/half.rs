@@ -1,5 +1,6 @@
 //! The view of a device for the program that embeds it, as sender: see [`SendHalf`].
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use zerosock_proto::Instant;
@@ -12,14 +13,14 @@ use super::state::program::HostToken;
 use super::{Context, Device, TURN_BYTES};
 use crate::header;
 use crate::table::loans::Mark;
-use crate::table::outgoing::is_kept;
+use crate::table::outgoing::Outgoing;
 use crate::table::send_half::{ProgramParts, SendHalf, SendParts};
 
 /// A device and what the worker lends it. A buffer is a chain that the guest has posted, which alone says how
 /// much fits.
 pub(crate) struct DeviceHalf<'a, 'c> {
-    pub(super) device: &'a mut Device,
-    pub(super) cx: &'a mut Context<'c>,
+    pub(crate) device: &'a mut Device,
+    pub(crate) cx: &'a mut Context<'c>,
 }
 
 impl Device {
@@ -28,9 +29,9 @@ impl Device {
         DeviceHalf { device: self, cx }
     }
 
-    /// Whether the rest of a message is kept for this flow.
-    pub(crate) fn is_sending(&self, flow: FlowId) -> bool {
-        is_kept(&self.outgoing, flow)
+    /// Messages with remaining bytes that wait for buffers.
+    pub(crate) fn outgoing(&self) -> &VecDeque<Outgoing> {
+        &self.outgoing
     }
 }
 

@@ -28,6 +28,11 @@
 //! - `virtio`: turns, events and commands of the VMM;
 //! - `queue_pairs`: a device with several queue pairs;
 //! - `state`: the data that all of these work on, in types with their own invariants.
+//!
+//! # Views
+//! `Device` has the turn, the packets and the events of the core. What concerns one kind of peer is in a view,
+//! which borrows the device and its [`Context`] for a call: `GuestBridges` (sockets of the host, sockets
+//! outside, siblings), `GuestDatagrams`, and `DeviceHalf` (the program that embeds the device).
 
 pub(crate) mod app;
 pub(crate) mod app_store;
@@ -50,7 +55,7 @@ mod guest_backlog_random_tests;
 #[cfg(test)]
 mod guest_backlog_tests;
 mod guest_bridges;
-mod half;
+pub(crate) mod half;
 mod handshakes;
 pub(crate) mod host_sockets;
 #[cfg(test)]

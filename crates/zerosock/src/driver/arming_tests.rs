@@ -2,6 +2,7 @@
 //! notify for work that it made available before it saw the request; the driver must find that work
 //! and stay awake.
 
+use crate::table::sending::SendingCalls;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_proto::wire::vsock::{Op, Repr};
 use zerosock_proto::{Address, Port};

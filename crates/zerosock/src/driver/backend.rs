@@ -1,7 +1,7 @@
 //! The driver as the [`Backend`] of an endpoint's sockets: calls that act on connections and slots
 //! without sleeping or queueing events.
 
-use std::io::IoSlice;
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,8 +10,10 @@ use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_proto::vsock::{ConnectError, Directions, FlowId, ListenError, Shard};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
+use zerosock_ring::GuestSlice;
 use zerosock_virtio::poller::Events;
 
+use super::half::DriverHalf;
 use super::queue_pairs::{QueuePair, QueuePairId, RxSlot};
 use super::store::Buffers;
 use super::{Driver, DriverError, StreamId};
@@ -22,25 +24,17 @@ use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
 use crate::table::loan_calls::LoanCalls;
 use crate::table::loans::LoanOf;
-use crate::table::message_loan_calls::MessageLoanCalls;
-use crate::table::outgoing::is_kept;
+use crate::table::outgoing::Outgoing;
 use crate::table::over::EndpointEnded;
-use crate::table::send_calls::SendCalls;
+use crate::table::send_calls::{SendCalls, WholePacket};
+use crate::table::sending::SendAccess;
 use crate::table::sockets::{Copied, LeaseParts, NoLease, ReadyFlag, Shown, Sockets};
 use crate::table::{
     backend::{Backend, EndpointStats, ReadySource},
-    transfers::{LoanParts, LoanedPart, Payload, Publish, SendFault, ShowBounds},
+    transfers::{Payload, Publish, ShowBounds},
 };
 
 impl Driver {
-    /// Ends a loan that was dropped unsent.
-    pub(super) fn drop_loan(&mut self, index: u32) {
-        if let Some(loan) = self.loans.get(index) {
-            let queue_pair = QueuePairId::of_pool(loan.half);
-            self.half(queue_pair).drop_loan(index);
-        }
-    }
-
     /// Declares whether the application trusts the peer not to write leased bytes.
     pub(crate) fn set_trusted(&mut self, trusted: bool) {
         self.trusted = trusted;
@@ -127,6 +121,56 @@ impl TableAccess for Driver {
 
     fn take_in_datagrams(&mut self, id: DatagramId) {
         self.fill_inbox(id);
+    }
+}
+
+impl SendAccess for Driver {
+    type Half<'a> = DriverHalf<'a>;
+
+    #[inline]
+    fn half_of_pool(&self, pool: u32) -> Option<u32> {
+        Some(pool)
+    }
+
+    #[inline]
+    fn with_half<T>(&mut self, half: u32, act: impl FnOnce(&mut Self::Half<'_>) -> T) -> Option<T> {
+        Some(act(&mut self.half(QueuePairId::of_pool(half))))
+    }
+
+    #[inline(always)] // every packet
+    fn send_packet(
+        &mut self,
+        half: u32,
+        publish: Publish,
+        packet: WholePacket,
+        fill: impl FnOnce(GuestSlice<'_>),
+    ) -> bool {
+        let queue_pair = QueuePairId::of_pool(half);
+        let sent = self.half(queue_pair).send_whole(packet, fill);
+        if sent && publish == Publish::Now {
+            self.publish(queue_pair);
+        }
+        sent
+    }
+
+    fn outgoing(&self, half: u32) -> Option<&VecDeque<Outgoing>> {
+        Some(&self.store.queue_pairs[QueuePairId::of_pool(half)].outgoing)
+    }
+
+    #[inline]
+    fn loan_at(&self, index: u32) -> Option<(LoanOf, u32)> {
+        let loan = self.loans.get(index)?;
+        Some((loan.of, loan.half))
+    }
+
+    fn drop_loan(&mut self, index: u32) {
+        if let Some((_, half)) = self.loan_at(index) {
+            self.half(QueuePairId::of_pool(half)).drop_loan(index);
+        }
+    }
+
+    fn flush_sent(&mut self) {
+        Driver::flush(self);
     }
 }
 
@@ -282,108 +326,6 @@ impl Backend for Driver {
     fn handle_dropped(&mut self, index: u32) {
         if !self.sockets.end_lease(index, &mut self.store) {
             self.drop_loan(index);
-        }
-    }
-
-    #[inline]
-    fn write(&mut self, id: StreamId, bytes: &[u8], publish: Publish) -> Result<usize, SendFault> {
-        let (queue_pair, flow) = self.sender(id)?;
-        if self.half(queue_pair).write_whole(flow, bytes) {
-            if publish == Publish::Now {
-                self.publish(queue_pair);
-            }
-            return Ok(bytes.len());
-        }
-        let sent = self.half(queue_pair).write(id, flow, bytes)?;
-        if publish == Publish::Now {
-            Driver::flush(self);
-        }
-        Ok(sent)
-    }
-
-    fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
-        let (queue_pair, flow) = self.sender(id)?;
-        let mut half = self.half(queue_pair);
-        let has_sent = half.send_before_loan(flow);
-        let loan = half.lend(id, flow, max);
-        if has_sent {
-            // At once: the program may keep the loan.
-            Driver::flush(self);
-        }
-        loan
-    }
-
-    fn send_loan(
-        &mut self,
-        index: u32,
-        len: usize,
-        private: Option<&[u8]>,
-    ) -> Result<usize, SendFault> {
-        let loan = self.loans.get(index).ok_or(SendFault::Unknown)?;
-        let LoanOf::Stream(id) = loan.of else {
-            return Err(SendFault::Unknown);
-        };
-        match self.sender(id) {
-            Ok((queue_pair, flow)) => self.half(queue_pair).send_loan(index, flow, len, private),
-            Err(fault) => {
-                self.drop_loan(index);
-                Err(fault)
-            }
-        }
-    }
-
-    fn send_message(
-        &mut self,
-        id: StreamId,
-        slices: &[IoSlice<'_>],
-        ends_record: bool,
-    ) -> Result<bool, SendFault> {
-        let (queue_pair, flow) = self.sender(id)?;
-        let mut half = self.half(queue_pair);
-        if half.send_whole_message(flow, slices, ends_record) {
-            self.publish(queue_pair);
-            return Ok(true);
-        }
-        let all = half.send_message(id, flow, slices, ends_record)?;
-        Driver::flush(self);
-        Ok(all)
-    }
-
-    fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {
-        let (queue_pair, flow) = self.sender(id)?;
-        self.half(queue_pair).lend_message(id, flow, len)
-    }
-
-    fn send_message_loan(
-        &mut self,
-        id: StreamId,
-        parts: &[LoanedPart<'_>],
-        ends_record: bool,
-    ) -> Result<bool, SendFault> {
-        match self.sender(id) {
-            Ok((queue_pair, _)) => self
-                .half(queue_pair)
-                .send_message_loan(id, parts, ends_record),
-            Err(fault) => {
-                for part in parts {
-                    self.drop_loan(part.index);
-                }
-                Err(fault)
-            }
-        }
-    }
-
-    fn is_sending(&self, id: StreamId) -> bool {
-        let Some((queue_pair, flow)) = self.flow_of(id) else {
-            return false;
-        };
-        is_kept(&self.store.queue_pairs[queue_pair].outgoing, flow)
-    }
-
-    fn may_send_message(&mut self, id: StreamId) -> bool {
-        match self.sender(id) {
-            Ok((queue_pair, flow)) => self.half(queue_pair).may_send_message(id, flow),
-            Err(fault) => fault != SendFault::NotConnected,
         }
     }
 

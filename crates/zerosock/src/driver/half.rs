@@ -14,7 +14,7 @@ use crate::header;
 use crate::table::send_half::{ProgramParts, SendHalf, SendParts};
 
 /// A driver and one of its queue pairs. A buffer is a transmit slot, so its room is known before it is taken.
-pub(super) struct DriverHalf<'a> {
+pub(crate) struct DriverHalf<'a> {
     driver: &'a mut Driver,
     queue_pair: QueuePairId,
 }

@@ -1,5 +1,6 @@
 //! The driver as a backend. The device is the test.
 
+use crate::table::sending::SendingCalls;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -102,7 +103,7 @@ fn loans_leave_slots_for_others_and_continue_as_copies() {
     let (mut driver, mut peer, id) = small();
     let other = connect(&mut driver, &mut peer);
     let loans: Vec<_> = (0..6)
-        .map(|_| Backend::loan(&mut driver, id, 8).unwrap())
+        .map(|_| SendingCalls::loan(&mut driver, id, 8).unwrap())
         .collect();
     let in_place = loans.iter().filter(|loan| loan.place.is_some()).count();
     assert_eq!(in_place, 4, "an eighth of 32");
@@ -136,7 +137,7 @@ fn loans_leave_slots_for_others_and_continue_as_copies() {
     );
     // A loan dropped unsent returns its slot, its lease table entry and its credit.
     for _ in 0..1000 {
-        let loan = Backend::loan(&mut driver, id, 8).unwrap();
+        let loan = SendingCalls::loan(&mut driver, id, 8).unwrap();
         assert!(loan.place.is_some());
         driver.handle_dropped(loan.index);
     }
@@ -152,7 +153,12 @@ fn a_quarter_of_the_slots_is_never_out_on_loan() {
     let mut in_place = 0;
     for id in &ids {
         for _ in 0..4 {
-            in_place += u32::from(Backend::loan(&mut driver, *id, 8).unwrap().place.is_some());
+            in_place += u32::from(
+                SendingCalls::loan(&mut driver, *id, 8)
+                    .unwrap()
+                    .place
+                    .is_some(),
+            );
         }
     }
     assert_eq!(in_place, 24);
@@ -164,7 +170,7 @@ fn a_device_that_hangs_up_resets_all_and_ends_the_endpoint() {
     let (mut driver, mut peer, id) = small();
     peer.send(Op::Rw, b"last");
     Backend::drive(&mut driver).unwrap();
-    let loan = Backend::loan(&mut driver, id, 8).unwrap();
+    let loan = SendingCalls::loan(&mut driver, id, 8).unwrap();
     assert_eq!(driver.next_ready(), Some(ReadySource::Conn(id)));
     assert!(!Backend::arm(&mut driver));
     driver.watch.clear().unwrap();

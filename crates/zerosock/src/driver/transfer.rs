@@ -5,22 +5,13 @@
 //!   once, out of the buffer that the device wrote.
 //! - Credit is given only for bytes that the reader has copied out.
 
-use zerosock_proto::vsock::FlowId;
-
 use super::Driver;
 use super::errors::{DriverError, RecvError, SendError};
-use super::queue_pairs::QueuePairId;
 use super::{StreamId, StreamState};
-use crate::table::send_calls::SendCalls;
+use crate::table::sending::SendingCalls;
+use crate::table::transfers::Publish;
 
 impl Driver {
-    /// The queue pair and flow for sending on a connection; an error if it cannot send.
-    #[inline]
-    pub(super) fn sender(&self, stream: StreamId) -> Result<(QueuePairId, FlowId), SendError> {
-        let (pool, flow) = self.sockets.sender(stream)?;
-        Ok((QueuePairId::of_pool(pool), flow))
-    }
-
     /// Sends as many of `bytes` as credit and buffers allow, in packets as long as possible, and
     /// returns how many. Visible to the device after the next turn or flush, unless
     /// small writes are coalesced.
@@ -28,8 +19,7 @@ impl Driver {
         if bytes.is_empty() {
             return Ok(0);
         }
-        let (queue_pair, flow) = self.sender(stream)?;
-        self.half(queue_pair).write(stream, flow, bytes)
+        self.write(stream, bytes, Publish::Later)
     }
 
     /// Receives into `out`: at least one byte, or 0 at the end of the stream or for an empty `out`.

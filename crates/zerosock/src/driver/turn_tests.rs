@@ -1,6 +1,7 @@
 //! Limits on the packets that one turn, or one reading call, receives before the caller and other
 //! connections run.
 
+use crate::table::sending::SendingCalls;
 use zerosock_proto::wire::vsock::{Op, Repr};
 
 use super::test_device::{TestDevice, connect, pair};

@@ -1,21 +1,28 @@
-//! Gives the calls of [`crate::table::calls`] the tables, the held buffers and the flows of all
-//! devices.
+//! Gives the calls of [`crate::table::calls`] and [`crate::table::sending`] the tables, the held buffers
+//! and the queues of all devices.
 
+use std::collections::VecDeque;
 use std::mem::replace;
 
 use zerosock_proto::Address;
 use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_proto::vsock::{FlowId, Shard};
+use zerosock_ring::GuestSlice;
 
-use super::HostBackend;
 use super::stores::AllStores;
+use super::{HostBackend, HostHalf};
 use crate::device::state::app::QueueStore;
 use crate::device::state::program::{App, HostToken};
-use crate::device::{Context, Device, Worker};
+use crate::device::{Device, Worker};
 use crate::table::calls::TableAccess;
 use crate::table::inboxes::Inboxes;
+use crate::table::loan_calls::LoanCalls;
+use crate::table::loans::LoanOf;
+use crate::table::outgoing::Outgoing;
+use crate::table::send_calls::{SendCalls, WholePacket};
+use crate::table::sending::SendAccess;
 use crate::table::sockets::{LeaseParts, NoLease, Shown, Sockets, StreamId};
-use crate::table::transfers::{Payload, ShowBounds};
+use crate::table::transfers::{Payload, Publish, ShowBounds};
 
 impl TableAccess for HostBackend {
     type Token = HostToken;
@@ -82,9 +89,8 @@ impl TableAccess for HostBackend {
             return Shown::default();
         };
         // Packets of other kinds or connections are handled too.
-        let show =
-            |device: &mut Device, cx: &mut Context<'_>| device.half(cx).show(flow, bounds, look);
-        self.with_device_if(vm, Device::has_arrivals, show)
+        let show = |half: &mut HostHalf<'_>| half.show(flow, bounds, look);
+        self.with_half_if(vm, Device::has_arrivals, show)
             .unwrap_or_default()
     }
 
@@ -94,9 +100,9 @@ impl TableAccess for HostBackend {
         let conn = app.sockets.get(id).ok_or(NoLease::Empty)?;
         let (unread, flow) = (conn.has_unread(), conn.drained_flow());
         let may_lease = |device: &mut Device| unread || device.has_arrivals();
-        let lease = |device: &mut Device, cx: &mut Context<'_>| device.half(cx).lease(id, flow);
+        let lease = |half: &mut HostHalf<'_>| half.lease(id, flow);
         let vm = app.device_of(conn.pool);
-        let leased = vm.and_then(|vm| self.with_device_if(vm, may_lease, lease));
+        let leased = vm.and_then(|vm| self.with_half_if(vm, may_lease, lease));
         leased.unwrap_or_else(|| {
             // Nothing has arrived, or the device is removed, and only copies are left.
             let sockets = self.sockets_mut().ok_or(NoLease::Empty)?;
@@ -197,5 +203,70 @@ impl TableAccess for HostBackend {
             self.now = self.worker.clock().now();
             self.worker.turn_devices(self.now);
         }
+    }
+}
+
+impl SendAccess for HostBackend {
+    type Half<'a> = HostHalf<'a>;
+
+    #[inline]
+    fn half_of_pool(&self, pool: u32) -> Option<u32> {
+        self.app()?.device_of(pool)
+    }
+
+    #[inline]
+    fn with_half<T>(&mut self, half: u32, act: impl FnOnce(&mut Self::Half<'_>) -> T) -> Option<T> {
+        self.with_half_if(half, |_| true, act)
+    }
+
+    #[inline(always)] // every packet
+    fn send_packet(
+        &mut self,
+        half: u32,
+        publish: Publish,
+        packet: WholePacket,
+        fill: impl FnOnce(GuestSlice<'_>),
+    ) -> bool {
+        let (Some(device), mut cx) = self.worker.lend_late(half, self.now) else {
+            return false;
+        };
+        if !device.half(&mut cx).send_whole(packet, fill) {
+            return false;
+        }
+        match publish {
+            Publish::Now if device.touched => self.flush_changed(),
+            Publish::Now => device.half(&mut cx).publish_sent(),
+            Publish::Later if device.touched => {}
+            Publish::Later => {
+                device.touched = true;
+                self.touched.push(half);
+            }
+        }
+        true
+    }
+
+    fn outgoing(&self, half: u32) -> Option<&VecDeque<Outgoing>> {
+        Some(self.worker.devices.get(half)?.outgoing())
+    }
+
+    #[inline]
+    fn loan_at(&self, index: u32) -> Option<(LoanOf, u32)> {
+        let loan = self.app()?.loans.get(index)?;
+        Some((loan.of, loan.half))
+    }
+
+    fn drop_loan(&mut self, index: u32) {
+        let Some((_, vm)) = self.loan_at(index) else {
+            return;
+        };
+        if self.with_half(vm, |half| half.drop_loan(index)).is_none()
+            && let Some(app) = self.worker.shared.app.as_deref_mut()
+        {
+            app.forget_loan(index);
+        }
+    }
+
+    fn flush_sent(&mut self) {
+        self.flush_changed();
     }
 }

@@ -1,7 +1,6 @@
 //! The calls of a host's sockets. Each finds the device of its connection and acts on its queues
 //! immediately.
 
-use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant as StdInstant};
@@ -12,21 +11,15 @@ use zerosock_proto::{Address, Port};
 
 use super::stores::AllStores;
 use super::{HostBackend, IDLE_CHECKS};
+use crate::device::Worker;
 use crate::device::state::program::App;
-use crate::device::{Context, Device, Worker};
+use crate::table::backend::{Backend, EndpointStats, ReadySource};
 use crate::table::calls::TableAccess;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::leases::Leases;
-use crate::table::loan_calls::LoanCalls;
-use crate::table::loans::LoanOf;
-use crate::table::message_loan_calls::MessageLoanCalls;
 use crate::table::over::EndpointEnded;
-use crate::table::send_calls::SendCalls;
+use crate::table::sending::SendAccess;
 use crate::table::sockets::{Copied, ReadyFlag, Sockets, StreamId};
-use crate::table::{
-    backend::{Backend, EndpointStats, ReadySource},
-    transfers::{LoanParts, LoanedPart, Publish, SendFault},
-};
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::poller::Events;
 
@@ -304,144 +297,7 @@ impl Backend for HostBackend {
         if app.sockets.end_lease(index, &mut store) {
             return;
         }
-        if let Some((_, vm)) = self.loan_at(index) {
-            self.drop_loan(index, vm);
-        }
-    }
-
-    #[inline]
-    fn write(&mut self, id: StreamId, bytes: &[u8], publish: Publish) -> Result<usize, SendFault> {
-        let (vm, flow) = self.sender(id)?;
-        let send =
-            |device: &mut Device, cx: &mut Context<'_>| device.half(cx).write_whole(flow, bytes);
-        if self.send_packet(vm, publish, send) {
-            return Ok(bytes.len());
-        }
-        let sent = self
-            .with_device(vm, |device, cx| device.half(cx).write(id, flow, bytes))
-            .ok_or(SendFault::Reset)??;
-        if publish == Publish::Now {
-            self.flush_changed();
-        }
-        Ok(sent)
-    }
-
-    #[inline]
-    fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
-        let (vm, flow) = self.sender(id)?;
-        let mut has_sent = false;
-        let loan = self.with_device(vm, |device, cx| {
-            let mut half = device.half(cx);
-            has_sent = half.send_before_loan(flow);
-            half.lend(id, flow, max)
-        });
-        if has_sent {
-            // At once: the program may keep the loan.
-            self.flush();
-        }
-        loan.ok_or(SendFault::Reset)?
-    }
-
-    #[inline]
-    fn send_loan(
-        &mut self,
-        index: u32,
-        len: usize,
-        private: Option<&[u8]>,
-    ) -> Result<usize, SendFault> {
-        let Some((LoanOf::Stream(id), vm)) = self.loan_at(index) else {
-            return Err(SendFault::Unknown);
-        };
-        let (_, flow) = match self.sender(id) {
-            Ok(sender) => sender,
-            Err(fault) => {
-                self.drop_loan(index, vm);
-                return Err(fault);
-            }
-        };
-        let sent = self.with_device(vm, |device, cx| {
-            device.half(cx).send_loan(index, flow, len, private)
-        });
-        sent.unwrap_or_else(|| {
-            self.drop_loan(index, vm);
-            Err(SendFault::Reset)
-        })
-    }
-
-    fn send_message(
-        &mut self,
-        id: StreamId,
-        slices: &[IoSlice<'_>],
-        ends_record: bool,
-    ) -> Result<bool, SendFault> {
-        let (vm, flow) = self.sender(id)?;
-        let send = |device: &mut Device, cx: &mut Context<'_>| {
-            device
-                .half(cx)
-                .send_whole_message(flow, slices, ends_record)
-        };
-        if self.send_packet(vm, Publish::Now, send) {
-            return Ok(true);
-        }
-        let all = self
-            .with_device(vm, |device, cx| {
-                device.half(cx).send_message(id, flow, slices, ends_record)
-            })
-            .ok_or(SendFault::Reset)??;
-        self.flush_changed();
-        Ok(all)
-    }
-
-    fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {
-        let (vm, flow) = self.sender(id)?;
-        self.with_device(vm, |device, cx| device.half(cx).lend_message(id, flow, len))
-            .ok_or(SendFault::Reset)?
-    }
-
-    fn send_message_loan(
-        &mut self,
-        id: StreamId,
-        parts: &[LoanedPart<'_>],
-        ends_record: bool,
-    ) -> Result<bool, SendFault> {
-        let head = parts.first().and_then(|part| self.loan_at(part.index));
-        let Some((LoanOf::Message, vm)) = head else {
-            return Err(SendFault::Unknown);
-        };
-        let fault = match self.sender(id) {
-            Ok(_) if self.worker.devices.get_mut(vm).is_some() => None,
-            Ok(_) => Some(SendFault::Reset),
-            Err(fault) => Some(fault),
-        };
-        if let Some(fault) = fault {
-            for part in parts {
-                self.drop_loan(part.index, vm);
-            }
-            return Err(fault);
-        }
-        self.with_device(vm, |device, cx| {
-            device.half(cx).send_message_loan(id, parts, ends_record)
-        })
-        .ok_or(SendFault::Reset)?
-    }
-
-    fn is_sending(&self, id: StreamId) -> bool {
-        let Some((vm, flow)) = self.flow_of(id) else {
-            return false;
-        };
-        let device = self.worker.devices.get(vm);
-        device.is_some_and(|device| device.is_sending(flow))
-    }
-
-    fn may_send_message(&mut self, id: StreamId) -> bool {
-        let (vm, flow) = match self.sender(id) {
-            Ok(sender) => sender,
-            Err(SendFault::NotConnected) => return false,
-            Err(_) => return true,
-        };
-        let now = self.now;
-        let (device, mut cx) = self.worker.lend(vm, now);
-        device.is_none_or(|device| device.half(&mut cx).may_send_message(id, flow))
+        self.drop_loan(index);
     }
 
     fn stats(&self) -> EndpointStats {

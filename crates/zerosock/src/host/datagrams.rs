@@ -10,6 +10,7 @@ use crate::device::state::program::App;
 use crate::table::datagrams::{DatagramBackend, DatagramFault};
 use crate::table::loan_calls::LoanCalls;
 use crate::table::loans::LoanOf;
+use crate::table::sending::SendAccess;
 use crate::table::transfers::LoanParts;
 use zerosock_virtio::device::WorkerDevice;
 
@@ -110,9 +111,7 @@ impl DatagramBackend for HostBackend {
     #[inline]
     fn send(&mut self, id: DatagramId, to: Address, bytes: &[u8]) -> Result<(), DatagramFault> {
         let (from, vm) = self.may_send_datagram(id, to, bytes.len())?;
-        let put = self.with_device(vm, |device, cx| {
-            device.half(cx).send_datagram(from, to, bytes)
-        });
+        let put = self.with_half(vm, |half| half.send_datagram(from, to, bytes));
         match put.ok_or(DatagramFault::Unreachable)? {
             Ok(()) => {
                 self.count_sent(id, bytes.len());
@@ -132,10 +131,10 @@ impl DatagramBackend for HostBackend {
         len: usize,
     ) -> Result<LoanParts, DatagramFault> {
         let (_, vm) = self.may_send_datagram(id, to, len)?;
-        let parts = self.with_device(vm, |device, cx| {
-            let parts = device.half(cx).lend_datagram(id, to, len);
+        let parts = self.with_half(vm, |half| {
+            let parts = half.lend_datagram(id, to, len);
             if matches!(parts, Err(DatagramFault::WouldBlock)) {
-                device.want_datagram_room();
+                half.device.want_datagram_room();
             }
             parts
         });
@@ -158,21 +157,19 @@ impl DatagramBackend for HostBackend {
         let (from, vm) = match self.may_send_datagram(id, to, len) {
             // The CID now belongs to another device.
             Ok((_, other)) if other != vm => {
-                self.drop_loan(index, vm);
+                self.drop_loan(index);
                 return Err(DatagramFault::Unreachable);
             }
             Ok(may) => may,
             Err(DatagramFault::WouldBlock) => return Err(DatagramFault::WouldBlock),
             Err(fault) => {
-                self.drop_loan(index, vm);
+                self.drop_loan(index);
                 return Err(fault);
             }
         };
         let sent = self
-            .with_device(vm, |device, cx| {
-                device
-                    .half(cx)
-                    .send_datagram_loan(index, from, len, private)
+            .with_half(vm, |half| {
+                half.send_datagram_loan(index, from, len, private)
             })
             .ok_or(DatagramFault::Unreachable)?;
         match sent {

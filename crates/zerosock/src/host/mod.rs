@@ -28,18 +28,16 @@ use zerosock_proto::vsock::{ConnectError, FlowId};
 use zerosock_proto::{Address, Instant, Port};
 
 use crate::control::ControlPlane;
+use crate::device::half::DeviceHalf;
 use crate::device::placing::SPARE_PORTS;
 use crate::device::state::app::QueueStore;
 use crate::device::state::program::App;
-use crate::device::{Context, Device, Worker};
+use crate::device::{Device, Worker};
 use crate::fault::Fault;
 use crate::table::calls::TableAccess;
 use crate::table::leases::Leases;
-use crate::table::loan_calls::LoanCalls;
-use crate::table::loans::LoanOf;
 use crate::table::over::EndpointEnded;
 use crate::table::sockets::{Sockets, StreamId};
-use crate::table::transfers::{Publish, SendFault};
 pub(crate) use start::HostConfig;
 use stores::AllStores;
 use zerosock_virtio::outbox::DeviceAddr;
@@ -73,6 +71,9 @@ pub(crate) struct HostBackend {
     next_datagram: usize,
     control_plane: ControlPlane,
 }
+
+/// A device for one call.
+type HostHalf<'a> = DeviceHalf<'a, 'a>;
 
 impl HostBackend {
     #[inline]
@@ -118,32 +119,14 @@ impl HostBackend {
         Some((app.device_of(conn.pool)?, conn.flow?))
     }
 
-    /// The device and the flow of a connection that may send.
+    /// Calls `act` on a device that passes a check; the next flush shows the changes to its guest.
+    /// Activates the device if `act` has read the clock: it may have set timers.
     #[inline]
-    fn sender(&self, id: StreamId) -> Result<(u32, FlowId), SendFault> {
-        let app = self.app().ok_or(SendFault::Unknown)?;
-        let (pool, flow) = app.sockets.sender(id)?;
-        Ok((app.device_of(pool).ok_or(SendFault::Reset)?, flow))
-    }
-
-    /// Calls `act` on a device, whose changes the next flush shows to its guest. Activates the
-    /// device if `act` has read the clock: it may have set timers.
-    #[inline]
-    fn with_device<T>(
-        &mut self,
-        vm: u32,
-        act: impl FnOnce(&mut Device, &mut Context<'_>) -> T,
-    ) -> Option<T> {
-        self.with_device_if(vm, |_| true, act)
-    }
-
-    /// As [`with_device`](Self::with_device), for a device that passes a check.
-    #[inline]
-    fn with_device_if<T>(
+    fn with_half_if<T>(
         &mut self,
         vm: u32,
         check: impl FnOnce(&mut Device) -> bool,
-        act: impl FnOnce(&mut Device, &mut Context<'_>) -> T,
+        act: impl FnOnce(&mut HostHalf<'_>) -> T,
     ) -> Option<T> {
         let (device, mut cx) = self.worker.lend_late(vm, self.now);
         let device = device?;
@@ -154,38 +137,12 @@ impl HostBackend {
         if !std::mem::replace(&mut device.touched, true) {
             self.touched.push(vm);
         }
-        let done = act(device, &mut cx);
-        if cx.clock.is_none() {
+        let mut half = device.half(&mut cx);
+        let done = act(&mut half);
+        if half.cx.clock.is_none() {
             self.worker.activate(vm);
         }
         Some(done)
-    }
-
-    /// Has a device send one packet by `send`, which returns false if it has sent none. Chains that the
-    /// program has returned before are published with it: the guest may be waiting for them.
-    #[inline(always)] // every packet
-    fn send_packet(
-        &mut self,
-        vm: u32,
-        publish: Publish,
-        send: impl FnOnce(&mut Device, &mut Context<'_>) -> bool,
-    ) -> bool {
-        let (Some(device), mut cx) = self.worker.lend_late(vm, self.now) else {
-            return false;
-        };
-        if !send(device, &mut cx) {
-            return false;
-        }
-        match publish {
-            Publish::Now if device.touched => self.flush_changed(),
-            Publish::Now => device.half(&mut cx).publish_sent(),
-            Publish::Later if device.touched => {}
-            Publish::Later => {
-                device.touched = true;
-                self.touched.push(vm);
-            }
-        }
-        true
     }
 
     /// Activates the devices that have work in their queues. Returns whether there are any.
@@ -351,25 +308,6 @@ impl HostBackend {
         });
     }
 }
-impl HostBackend {
-    /// What a loan is for, and the number of its device.
-    fn loan_at(&self, index: u32) -> Option<(LoanOf, u32)> {
-        let loan = self.app()?.loans.get(index)?;
-        Some((loan.of, loan.half))
-    }
-
-    fn drop_loan(&mut self, index: u32, vm: u32) {
-        let now = self.now;
-        let (device, mut cx) = self.worker.lend(vm, now);
-        match (device, cx.shared.app.as_deref_mut()) {
-            (Some(device), Some(_)) => device.half(&mut cx).drop_loan(index),
-            (None, Some(app)) => app.forget_loan(index),
-            (_, None) => {}
-        }
-        self.mark_changed(vm);
-    }
-}
-
 impl Drop for HostBackend {
     /// Resets every connection, so that guests and host programs learn of the end immediately.
     fn drop(&mut self) {

@@ -9,12 +9,11 @@
 //! - No call sleeps.
 //! - Queued packets become visible to the peer with [`Backend::flush`] or the next
 //!   [`Backend::drive`], so that many packets cost one notification. A call that publishes what it
-//!   sends ([`Publish::Now`]) may leave other changes to them.
+//!   sends ([`Publish::Now`](super::transfers::Publish::Now)) may leave other changes to them.
 //! - After [`Backend::arm`] has returned false, every action of the peer makes [`Backend::fd`]
 //!   readable.
 
 use std::fmt;
-use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -28,11 +27,12 @@ use zerosock_virtio::poller::Events;
 use super::calls::ConnectionCalls;
 use super::leases::Leases;
 use super::places::Copied;
+use super::sending::SendingCalls;
 use super::sockets::{Counted, StreamId};
 use super::tally::Tally;
 use crate::table::datagrams::DatagramBackend;
 use crate::table::over::EndpointEnded;
-use crate::table::transfers::{LoanParts, LoanedPart, Publish, SendFault};
+use crate::table::transfers::SendFault;
 
 pub(crate) use super::calls::ConnInfo;
 pub(crate) use super::transfers::Ahead;
@@ -136,8 +136,8 @@ impl fmt::Display for EndpointStats {
 }
 
 /// The sockets of an endpoint as seen by the API. See the module documentation; the calls that both
-/// halves implement alike are in [`ConnectionCalls`].
-pub(crate) trait Backend: ConnectionCalls + Send {
+/// halves implement alike are in [`ConnectionCalls`] and [`SendingCalls`].
+pub(crate) trait Backend: ConnectionCalls + SendingCalls + Send {
     /// The lease table shared with the holders of leases and loans.
     fn lease_table(&self) -> Arc<Leases>;
 
@@ -244,55 +244,6 @@ pub(crate) trait Backend: ConnectionCalls + Send {
 
     /// Ends a lease or loan that its holder dropped.
     fn handle_dropped(&mut self, index: u32);
-
-    /// Sends a copy of as many bytes as credit and buffers allow: at least one, in as few packets
-    /// as possible. Visible as `publish` says.
-    fn write(&mut self, id: StreamId, bytes: &[u8], publish: Publish) -> Result<usize, SendFault>;
-
-    /// Borrows a buffer that the peer will read, for one packet of at most `max` bytes. Publishes packets
-    /// that had to be sent before.
-    fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault>;
-
-    /// Sends the first `len` bytes of a loan; `private` holds them if the loan was not in place.
-    /// Ends the loan, except for a private one that found no buffer (`WouldBlock`) or sent fewer
-    /// than `len` bytes: the rest can be sent later or dropped.
-    fn send_loan(
-        &mut self,
-        index: u32,
-        len: usize,
-        private: Option<&[u8]>,
-    ) -> Result<usize, SendFault>;
-
-    /// Sends the bytes of `slices` as one message, completely or not at all. Returns false if a
-    /// part was queued for lack of buffers; later turns send it. Published when the call returns.
-    fn send_message(
-        &mut self,
-        id: StreamId,
-        slices: &[IoSlice<'_>],
-        ends_record: bool,
-    ) -> Result<bool, SendFault>;
-
-    /// Borrows buffers that the peer will read, with credit for one message of at most `len` bytes.
-    /// The loans are in order, each with its own lease table entry. Bytes without a buffer in place
-    /// form one private buffer at the end, which has an entry only if it is the only loan.
-    fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault>;
-
-    /// Sends the bytes written into a message loan as one message. `parts` are the buffers with
-    /// bytes, and the first in any case. Ends all loans, except for `WouldBlock`: then nothing was
-    /// sent and the loans remain. Returns false as [`send_message`](Backend::send_message). Visible
-    /// after the next flush.
-    fn send_message_loan(
-        &mut self,
-        id: StreamId,
-        parts: &[LoanedPart<'_>],
-        ends_record: bool,
-    ) -> Result<bool, SendFault>;
-
-    /// Whether a part of a message is queued for lack of buffers.
-    fn is_sending(&self, id: StreamId) -> bool;
-
-    /// Whether a message can be sent now, as [`is_writable`](Backend::is_writable).
-    fn may_send_message(&mut self, id: StreamId) -> bool;
 
     /// Whether a write would succeed or fail now instead of blocking. If not, the connection is
     /// returned by [`next_ready`](Backend::next_ready) when it would.

@@ -134,7 +134,7 @@ pub(crate) trait LoanCalls: SendCalls {
     }
 
     /// Sends the first `len` bytes of a loan: see
-    /// [`Backend::send_loan`](super::backend::Backend::send_loan). A loan that is not in place is sent by
+    /// [`SendingCalls::send_loan`](super::sending::SendingCalls::send_loan). A loan that is not in place is sent by
     /// copying from `private`.
     fn send_loan(
         &mut self,

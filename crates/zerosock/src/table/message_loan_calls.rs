@@ -25,7 +25,7 @@ use super::transfers::{LoanParts, LoanedPart, SendFault};
 /// The calls on loans of messages. See the module documentation.
 pub(crate) trait MessageLoanCalls: LoanCalls {
     /// Lends buffers for a message: see
-    /// [`Backend::loan_message`](super::backend::Backend::loan_message).
+    /// [`SendingCalls::loan_message`](super::sending::SendingCalls::loan_message).
     fn lend_message(
         &mut self,
         id: StreamId,
@@ -109,7 +109,7 @@ pub(crate) trait MessageLoanCalls: LoanCalls {
     }
 
     /// Sends the loans of a message: see
-    /// [`Backend::send_message_loan`](super::backend::Backend::send_message_loan).
+    /// [`SendingCalls::send_message_loan`](super::sending::SendingCalls::send_message_loan).
     fn send_message_loan(
         &mut self,
         id: StreamId,

@@ -2,7 +2,7 @@
 //! process and the device of an embedding program.
 //!
 //! - [`backend`], [`datagrams`]: the traits between the API and that half of the queues;
-//! - [`calls`]: the calls of those traits that both halves implement alike;
+//! - [`calls`]: the calls of those traits that both halves implement alike; [`sending`]: those that send;
 //! - [`sockets`]: the table of connections, their leases and loans, and the limits on held buffers;
 //! - [`flows`]: the connection of each flow;
 //! - [`places`]: where the bytes of leases and loans lie;
@@ -10,7 +10,7 @@
 //! - [`inboxes`]: received datagrams;
 //! - [`listeners`]: the ports that the program listens on;
 //! - [`send_half`]: what a half of the queues provides for sending;
-//! - [`send_calls`], [`loan_calls`], [`message_loan_calls`]: the calls that send, over that;
+//! - [`send_calls`], [`loan_calls`], [`message_loan_calls`]: what the calls that send do on a half;
 //! - [`loans`]: the buffers on loan; [`tally`]: counters;
 //! - [`coalesced`], [`outgoing`]: bytes waiting to be sent;
 //! - [`over`]: the error after the endpoint's end.
@@ -34,6 +34,7 @@ pub(crate) mod over;
 pub(crate) mod places;
 pub(crate) mod send_calls;
 pub(crate) mod send_half;
+pub(crate) mod sending;
 pub(crate) mod sockets;
 pub(crate) mod tally;
 pub(crate) mod transfers;

@@ -13,7 +13,7 @@ use zerosock_proto::vsock::{CommitError, FlowId, ReserveError, SMALL_PACKET};
 use zerosock_proto::wire::vsock::Repr;
 use zerosock_ring::GuestSlice;
 
-use super::outgoing::{Outgoing, Slices, end, len_of, put_all, whole};
+use super::outgoing::{Outgoing, Slices, end};
 use super::send_half::SendHalf;
 use super::sockets::StreamId;
 use super::transfers::SendFault;
@@ -42,44 +42,23 @@ impl From<CommitError> for SendFault {
     }
 }
 
+/// A packet that is to be sent if all of it can be sent at once.
+#[derive(Copy, Clone)]
+pub(crate) struct WholePacket {
+    pub(crate) flow: FlowId,
+    /// Bytes of payload.
+    pub(crate) len: usize,
+    /// See [`Shard::send_whole_now`](zerosock_proto::vsock::Shard::send_whole_now).
+    pub(crate) flags: u32,
+}
+
 /// The calls that send. See the module documentation.
 pub(crate) trait SendCalls: SendHalf {
-    /// Sends a copy of `bytes` in one packet, in the common case: as [`send_whole`](Self::send_whole).
-    #[inline(always)] // as `send_whole`
-    fn write_whole(&mut self, flow: FlowId, bytes: &[u8]) -> bool {
-        let fill = |body: GuestSlice<'_>| {
-            body.write(0, bytes);
-        };
-        self.send_whole(flow, bytes.len(), 0, fill)
-    }
-
-    /// Sends a message in one packet, in the common case: as [`send_whole`](Self::send_whole).
-    #[inline(always)] // as `send_whole`
-    fn send_whole_message(
-        &mut self,
-        flow: FlowId,
-        slices: &[IoSlice<'_>],
-        ends_record: bool,
-    ) -> bool {
-        let fill = |body: GuestSlice<'_>| {
-            put_all(slices, |at, bytes| {
-                body.write(at, bytes);
-            });
-        };
-        self.send_whole(flow, len_of(slices), whole(ends_record), fill)
-    }
-
-    /// Sends `len` bytes that `fill` writes in one packet, in the common case: there are credit and a
-    /// buffer for all of them, and nothing goes first. `flags`: see [`Shard::send_whole_now`]. False:
-    /// nothing was sent.
+    /// Sends a packet whose payload `fill` writes, in the common case: there are credit and a buffer for all
+    /// of it, and nothing goes first. False: nothing was sent.
     #[inline(always)] // keeps the header in registers
-    fn send_whole(
-        &mut self,
-        flow: FlowId,
-        len: usize,
-        flags: u32,
-        fill: impl FnOnce(GuestSlice<'_>),
-    ) -> bool {
+    fn send_whole(&mut self, packet: WholePacket, fill: impl FnOnce(GuestSlice<'_>)) -> bool {
+        let WholePacket { flow, len, flags } = packet;
         if self.shard().has_transmit() || self.is_stopping() {
             return false;
         }

@@ -17,6 +17,7 @@ use super::hub::Core;
 use crate::table::calls::{ConnectionCalls, CreditInfo};
 use crate::table::leases::Leases;
 use crate::table::over::EndpointEnded;
+use crate::table::sending::SendingCalls;
 use crate::table::sockets::{Copied, LeaseParts, MessageRead, StreamId, StreamState};
 use crate::table::{
     backend::{Ahead, Backend, ConnInfo, EndpointStats, ReadySource},
@@ -154,6 +155,45 @@ impl ConnectionCalls for Fake {
     }
 }
 
+impl SendingCalls for Fake {
+    fn write(&mut self, _: StreamId, _: &[u8], _: Publish) -> Result<usize, SendFault> {
+        Err(SendFault::WouldBlock)
+    }
+
+    fn loan(&mut self, _: StreamId, _: usize) -> Result<LoanParts, SendFault> {
+        Err(SendFault::WouldBlock)
+    }
+
+    fn send_loan(&mut self, _: u32, _: usize, _: Option<&[u8]>) -> Result<usize, SendFault> {
+        Err(SendFault::Unknown)
+    }
+
+    fn send_message(&mut self, _: StreamId, _: &[IoSlice<'_>], _: bool) -> Result<bool, SendFault> {
+        Err(SendFault::WouldBlock)
+    }
+
+    fn loan_message(&mut self, _: StreamId, _: usize) -> Result<Vec<LoanParts>, SendFault> {
+        Err(SendFault::WouldBlock)
+    }
+
+    fn send_message_loan(
+        &mut self,
+        _: StreamId,
+        _: &[LoanedPart<'_>],
+        _: bool,
+    ) -> Result<bool, SendFault> {
+        Err(SendFault::Unknown)
+    }
+
+    fn is_sending(&self, _: StreamId) -> bool {
+        false
+    }
+
+    fn may_send_message(&mut self, _: StreamId) -> bool {
+        false
+    }
+}
+
 impl Backend for Fake {
     fn lease_table(&self) -> Arc<Leases> {
         self.words.clone()
@@ -255,43 +295,6 @@ impl Backend for Fake {
 
     fn handle_dropped(&mut self, index: u32) {
         self.script().given_back.push(index);
-    }
-
-    fn write(&mut self, _: StreamId, _: &[u8], _: Publish) -> Result<usize, SendFault> {
-        Err(SendFault::WouldBlock)
-    }
-
-    fn loan(&mut self, _: StreamId, _: usize) -> Result<LoanParts, SendFault> {
-        Err(SendFault::WouldBlock)
-    }
-
-    fn send_loan(&mut self, _: u32, _: usize, _: Option<&[u8]>) -> Result<usize, SendFault> {
-        Err(SendFault::Unknown)
-    }
-
-    fn send_message(&mut self, _: StreamId, _: &[IoSlice<'_>], _: bool) -> Result<bool, SendFault> {
-        Err(SendFault::WouldBlock)
-    }
-
-    fn loan_message(&mut self, _: StreamId, _: usize) -> Result<Vec<LoanParts>, SendFault> {
-        Err(SendFault::WouldBlock)
-    }
-
-    fn send_message_loan(
-        &mut self,
-        _: StreamId,
-        _: &[LoanedPart<'_>],
-        _: bool,
-    ) -> Result<bool, SendFault> {
-        Err(SendFault::Unknown)
-    }
-
-    fn is_sending(&self, _: StreamId) -> bool {
-        false
-    }
-
-    fn may_send_message(&mut self, _: StreamId) -> bool {
-        false
     }
 
     fn is_acceptable(&self, _: Port) -> bool {

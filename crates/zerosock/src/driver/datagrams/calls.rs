@@ -10,6 +10,7 @@ use crate::table::loan_calls::LoanCalls;
 use crate::table::loans::LoanOf;
 use crate::table::send_calls::SendCalls;
 use crate::table::send_half::SendHalf;
+use crate::table::sending::SendAccess;
 use crate::table::transfers::LoanParts;
 
 impl DatagramBackend for Driver {

@@ -19,6 +19,8 @@
 mod attack;
 #[path = "../tests/isolation/daemon.rs"]
 mod daemon;
+#[path = "../../zerosock/tests/common/driver.rs"]
+mod driver;
 #[path = "../tests/isolation/fuse.rs"]
 mod fuse;
 #[path = "../tests/isolation/large_vm.rs"]
@@ -51,11 +53,11 @@ use rustix::fs::{FallocateFlags, fallocate};
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with,
 };
-use zerosock::driver::{Driver, DriverConfig, StreamState};
 use zerosock::{Address, Cid, Port};
 
 use attack::{Attack, be_turned_away, hand_over, hand_over_many, hand_over_pipe, replace_pipe};
 use daemon::{ATTACKER, Daemon, alone, command};
+use driver::{Driver, DriverConfig, StreamState};
 use fuse::{FuseServer, not_asked_for};
 use large_vm::{LargeVm, MEMORY, no_memory};
 use lingering::{lingering_socket, queued_lingering_socket};

@@ -10,8 +10,8 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crate::driver::{Driver, DriverConfig, StreamId, StreamState};
 use crate::process::{DEADLINE, Running, wait_until, zerosock};
-use zerosock::driver::{Driver, DriverConfig, StreamId, StreamState};
 use zerosock::{Address, Cid, Port};
 
 /// Nothing has been taken for so long: nothing will be.
@@ -157,7 +157,7 @@ fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
         daemon.neighbour_goes_on(round);
     }
     let before = daemon.resident();
-    let first = guest.stats().tx_packets;
+    let first = guest.endpoint_stats().packets_sent;
     for round in 0..400u32 {
         ask(&mut guest);
         sibling.drive().unwrap();
@@ -173,7 +173,7 @@ fn a_guest_that_opens_connections_without_end_costs_bounded_memory() {
         }
     }
     let grown = daemon.resident().saturating_sub(before);
-    let came = guest.stats().tx_packets - first;
+    let came = guest.endpoint_stats().packets_sent - first;
     println!("{grown} bytes for {asked} requests, {came} packets");
     assert!(came > 5000, "{came}: nothing to be bounded");
     assert!(grown < MIB / 2, "{grown} bytes for {asked} requests");

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Instant;
 
+use crate::driver::{Driver, DriverConfig, StreamId};
 use crate::process::{DEADLINE, Running, wait_until, zerosock};
-use zerosock::driver::{Driver, DriverConfig, StreamId};
 use zerosock::{Address, Cid, Port};
 
 const GREEDY: u32 = 3;

@@ -4,6 +4,8 @@
 //! namespaces, and `relay`, which raises the limit of descriptors of its process.
 
 mod connection_log;
+#[path = "../../zerosock/tests/common/driver.rs"]
+mod driver;
 mod forward;
 mod greedy;
 mod limits;

@@ -453,7 +453,7 @@ fn processes_attach_to_the_attach_socket() {
 
 #[test]
 fn shrinkable_memory_is_refused_with_an_error_that_names_the_seal() {
-    use zerosock::driver::{Driver, DriverConfig};
+    use crate::driver::{Driver, DriverConfig};
     let dir = TestDir::new();
     let running = Running::start(dir.serve().arg("--require-sealed-memory"));
     wait_until("the socket", || dir.at("control").exists());

@@ -15,6 +15,8 @@
 pub mod calls;
 pub mod datagrams;
 pub mod device;
+#[path = "../../zerosock/tests/common/driver.rs"]
+pub mod driver;
 pub mod entropy;
 pub mod guest;
 pub mod packages;

@@ -5,10 +5,10 @@
 
 mod common;
 
+use crate::common::driver::{Driver, DriverConfig};
 use common::{daemon_config, eventually, open_fds};
 use zerosock::attach::{self, AttachConfig, AttachRequest, Client};
 use zerosock::daemon::Daemon;
-use zerosock::driver::{Driver, DriverConfig};
 
 #[test]
 fn descriptors_return_to_their_number_after_many_processes() {

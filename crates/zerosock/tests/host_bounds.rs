@@ -5,19 +5,19 @@ use std::io::{ErrorKind, Read, Write};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::common::driver::{Driver, StreamState};
 use crate::common::{
     self, PATIENCE, assert_bytes, bytes, deadline, eventually, eventually_with, host,
 };
 use crate::hosting::{self, Hosted};
 use zerosock::Port;
-use zerosock::driver::{Driver, StreamState};
 use zerosock::vsock::Stream;
 use zerosock_proto::wire::vsock::Op;
 
 const PORT: Port = Port::new(700);
 
 /// A connection of the guest, and the program's side of it.
-fn pair(hosted: &Hosted, guest: &mut Driver) -> (zerosock::driver::StreamId, Stream) {
+fn pair(hosted: &Hosted, guest: &mut Driver) -> (crate::common::driver::StreamId, Stream) {
     let listener = hosted.listen(PORT, 4).unwrap();
     let id = guest.wait_connect(host(700), deadline()).unwrap();
     let (stream, _) = listener.accept_timeout(PATIENCE).unwrap();
@@ -28,7 +28,12 @@ fn pair(hosted: &Hosted, guest: &mut Driver) -> (zerosock::driver::StreamId, Str
 
 /// Sends at least `least` bytes, and continues until credit or buffers have been used up for longer
 /// than the hold time. Returns the number of bytes.
-fn flood(guest: &mut Driver, id: zerosock::driver::StreamId, part: &[u8], least: usize) -> usize {
+fn flood(
+    guest: &mut Driver,
+    id: crate::common::driver::StreamId,
+    part: &[u8],
+    least: usize,
+) -> usize {
     let give_up = deadline();
     let mut sent = 0;
     let mut since = Instant::now();

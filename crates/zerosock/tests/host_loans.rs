@@ -7,11 +7,11 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 use std::time::Instant;
 
+use crate::common::driver::{Driver, StreamId};
 use crate::common::raw::{RX, SIZE, WRITE};
 use crate::common::{PATIENCE, assert_bytes, bytes, deadline, eventually, host};
 use crate::hosting::Hosted;
 use zerosock::Port;
-use zerosock::driver::{Driver, StreamId};
 use zerosock::vsock::Stream;
 use zerosock_proto::vsock::pairs::rx_queue;
 use zerosock_proto::wire::vsock::HEADER_LEN;

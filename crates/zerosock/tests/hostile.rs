@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::common::driver::{Address, Cid, Driver, StreamId};
 use crate::common::raw::{INDIRECT, NEXT, RX, RawGuest, SIZE, TX, WRITE, desc, emit};
 use crate::common::{
     self, TestDaemon, assert_bytes, bytes, deadline, eventually, host, host_listener,
 };
-use zerosock::driver::{Address, Cid, Driver, StreamId};
 use zerosock_proto::wire::vsock::{Op, Repr, WireOp, WireType};
 
 /// The good neighbour in the other VM of the same daemon.

@@ -8,13 +8,13 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::common::driver::{
+    Directions, Driver, DriverEvent, Port, RecvError, SendError, StreamId, StreamState,
+};
 use crate::common::raw::{RawGuest, TX};
 use crate::common::{
     self, TestDaemon, assert_bytes, bytes, connect_guest, deadline, eventually_with, host,
     host_listener, hybrid,
-};
-use zerosock::driver::{
-    Directions, Driver, DriverEvent, Port, RecvError, SendError, StreamId, StreamState,
 };
 use zerosock_proto::wire::vsock::Op;
 
@@ -210,7 +210,7 @@ fn a_daemon_that_is_killed_and_restarted_resets_the_transport() {
         child
     };
     let mut child = start();
-    let mut guest = Driver::attach(zerosock::driver::DriverConfig::new(&socket)).unwrap();
+    let mut guest = Driver::attach(crate::common::driver::DriverConfig::new(&socket)).unwrap();
     guest.listen(PORT, 8).unwrap();
     let mut echo = Echo::new(&mut guest, &uds_path, 2000);
     for _ in 0..20 {

@@ -13,9 +13,9 @@ use std::ptr::null_mut;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
+use crate::common::driver::{Address, Cid, Driver, Port, StreamId, StreamState};
 use common::raw::RawGuest;
 use common::{PATIENCE, TestDaemon, deadline, eventually, host};
-use zerosock::driver::{Address, Cid, Driver, Port, StreamId, StreamState};
 use zerosock_proto::vsock::datagram::{F_DGRAM, data};
 use zerosock_proto::wire::vsock::{Op, Repr, SEQ_EOM, SocketType};
 

@@ -6,9 +6,9 @@ use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use crate::common::driver::{Address, Cid, Driver, Port, RecvError, StreamId, StreamState};
 use crate::common::{self, TestDaemon, connect_guest, deadline, eventually_with, host};
 use zerosock::daemon::Stats;
-use zerosock::driver::{Address, Cid, Driver, Port, RecvError, StreamId, StreamState};
 
 const PORT: Port = Port::new(77);
 /// Requests under way at a time: fewer than a device lets be undecided.
@@ -135,13 +135,13 @@ fn gauges_return_to_their_start_after_many_connections() {
         let rest = all.split_off(all.len() / 2);
         for (n, (one, two)) in all.into_iter().chain(rest.into_iter().rev()).enumerate() {
             match n % 4 {
-                0 => guests[0].close(one).unwrap(),
-                1 => guests[1].close(two).unwrap(),
+                0 => guests[0].close(one),
+                1 => guests[1].close(two),
                 2 => guests[0].abort(one),
                 _ => guests[1].abort(two),
             }
             let other = [1, 0][n % 2];
-            guests[other].close([one, two][other]).unwrap();
+            guests[other].close([one, two][other]);
             if n % 64 == 0 {
                 turn(&mut guests);
             }
@@ -178,7 +178,7 @@ fn nothing_is_left_of_connections_with_host_programs() {
         });
         for (n, (stream, program)) in ends.into_iter().enumerate() {
             if n % 2 == 0 {
-                guest.close(stream).unwrap();
+                guest.close(stream);
             } else {
                 drop(program);
                 guest.abort(stream);

@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::common::driver::{Driver, DriverAttachError, DriverConfig, FrontendError};
 use crate::common::{self, Vm, daemon_config, deadline, host, host_listener};
 use zerosock::daemon::{Daemon, Reload, VmConfig};
-use zerosock::driver::{Driver, DriverAttachError, DriverConfig, FrontendError};
 
 fn attach(socket: &Path, seal: bool) -> Result<Driver, DriverAttachError> {
     Driver::attach(DriverConfig {

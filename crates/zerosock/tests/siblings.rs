@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use crate::common::{self, TestDaemon, assert_bytes, bytes, deadline};
-use zerosock::daemon::DaemonConfig;
-use zerosock::driver::{
+use crate::common::driver::{
     Address, Cid, Directions, Driver, Port, RecvError, SendError, StreamId, WaitError,
 };
+use crate::common::{self, TestDaemon, assert_bytes, bytes, deadline};
+use zerosock::daemon::DaemonConfig;
 
 const PORT: Port = Port::new(77);
 
@@ -41,7 +41,8 @@ fn connected(one: &mut Driver, two: &mut Driver) -> (StreamId, StreamId) {
     let mut accepted = None;
     both(one, two, "connected", |one, two| {
         accepted = accepted.or_else(|| two.accept(PORT));
-        accepted.is_some() && one.state(stream) == Some(zerosock::driver::StreamState::Connected)
+        accepted.is_some()
+            && one.state(stream) == Some(crate::common::driver::StreamState::Connected)
     });
     (stream, accepted.unwrap())
 }
@@ -119,7 +120,7 @@ fn a_sibling_that_does_not_listen_refuses_at_once() {
     let mut two = daemon.guest_of(1, |_| {});
     let stream = one.connect(there(4)).unwrap();
     both(&mut one, &mut two, "refused", |one, _| {
-        one.state(stream) == Some(zerosock::driver::StreamState::Reset)
+        one.state(stream) == Some(crate::common::driver::StreamState::Reset)
     });
 }
 
@@ -150,7 +151,7 @@ fn a_sibling_that_vanishes_resets_the_connection() {
         }
         drop(two);
         common::eventually_with(&mut one, "reset", |one| {
-            one.state(stream) == Some(zerosock::driver::StreamState::Reset)
+            one.state(stream) == Some(crate::common::driver::StreamState::Reset)
         });
         // All transmit buffers came back: another guest is served as before.
         let mut two = daemon.guest_of(1, |_| {});

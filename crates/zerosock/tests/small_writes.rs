@@ -9,10 +9,10 @@ use std::net::Shutdown;
 use std::thread;
 use std::time::Instant;
 
+use crate::common::driver::{Driver, DriverConfig};
 use crate::common::raw::RawGuest;
 use crate::common::{self, PATIENCE, TestDaemon, bytes, deadline, eventually};
 use crate::hosting::Hosted;
-use zerosock::driver::{Driver, DriverConfig};
 use zerosock::vsock::{Endpoint, Stream};
 use zerosock::{Address, Cid, Port};
 use zerosock_proto::wire::vsock::{Op, Repr, SHUTDOWN_SEND};

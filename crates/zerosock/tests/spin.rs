@@ -8,9 +8,9 @@ use std::io::{Read, Write};
 use std::thread;
 use std::time::Duration;
 
+use crate::common::driver::{Driver, DriverConfig};
 use common::{TestDaemon, Vm, deadline, eventually, host, host_listener, start_daemon};
 use zerosock::daemon::{DaemonConfig, Reload};
-use zerosock::driver::{Driver, DriverConfig};
 
 const TRIPS: u64 = 400;
 

@@ -4,10 +4,10 @@ use std::io::Read;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
+use crate::common::driver::{Driver, SendError, StreamId};
 use crate::common::raw::RawGuest;
 use crate::common::{self, TestDaemon, assert_bytes, bytes, deadline, eventually_with, host};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use zerosock::driver::{Driver, SendError, StreamId};
 use zerosock_proto::wire::vsock::Op;
 
 /// Sends until socket, device and credit are full.
@@ -48,7 +48,7 @@ fn sockets_that_never_take_the_last_bytes_are_closed_and_others_are_served() {
         let (program, _) = listener.accept().unwrap();
         let sent = fill(&mut guest, stream, &want);
         assert!(sent < want.len());
-        guest.close(stream).unwrap();
+        guest.close(stream);
         programs.push((program, sent));
     }
     eventually_with(&mut guest, "sockets closed", |_| {
@@ -112,7 +112,7 @@ fn a_full_backlog_costs_few_attempts_and_its_waiters_get_in_when_there_is_room()
 /// not answer: the daemon gives up in time before it.
 #[test]
 fn the_daemon_gives_up_before_the_guest_does() {
-    let guest = zerosock::driver::DriverConfig::default().connect_timeout;
+    let guest = crate::common::driver::DriverConfig::default().connect_timeout;
     assert_eq!(guest, Duration::from_secs(2));
     let daemon = zerosock::daemon::DaemonConfig::default().connect_timeout;
     assert!(daemon + Duration::from_millis(250) <= guest, "{daemon:?}");

@@ -3,9 +3,9 @@
 
 use std::io::Read;
 
+use crate::common::driver::{Driver, DriverConfig, StreamId};
 use crate::common::{PATIENCE, deadline, host};
 use crate::hosting::Hosted;
-use zerosock::driver::{Driver, DriverConfig, StreamId};
 use zerosock::vsock::{Host, Stream};
 use zerosock::{Cid, Port};
 

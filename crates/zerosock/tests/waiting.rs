@@ -6,10 +6,10 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::common::driver::{Driver, DriverConfig};
 use crate::common::{self, PATIENCE, TestDaemon, deadline, eventually};
 use rustix::buffer::spare_capacity;
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
-use zerosock::driver::{Driver, DriverConfig};
 use zerosock::vsock::{Endpoint, Host, Listener, Poller, Readiness, Stream, StreamState, Wait};
 use zerosock::{Address, Cid, Port};
 

@@ -5,8 +5,8 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
+use super::driver::Driver;
 use rustix::event::{EventfdFlags, eventfd};
-use zerosock::driver::Driver;
 use zerosock_sys::reaper::{MAX_STUCK_EACH, MAX_THREADS};
 
 use super::daemon::{ATTACKER, Daemon};

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::driver::{Driver, DriverConfig};
 use tempfile::TempDir;
-use zerosock::driver::{Driver, DriverConfig};
 use zerosock::{Cid, Port};
 
 use super::process::{Running, wait_until, zerosock};

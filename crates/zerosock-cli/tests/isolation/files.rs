@@ -1,7 +1,7 @@
 //! A file on FUSE with a server that never answers: close(2) blocks forever, as would fstat(2) and
 //! a page fault.
 
-use zerosock::driver::{Driver, DriverConfig};
+use super::driver::{Driver, DriverConfig};
 
 use super::attack::{expect_isolation, hand_over};
 use super::daemon::{ATTACKER, Daemon, NEIGHBOUR, alone, command};

@@ -8,6 +8,8 @@
 mod attack;
 mod daemon;
 mod death;
+#[path = "../../../zerosock/tests/common/driver.rs"]
+mod driver;
 mod exiting;
 mod few_descriptors;
 mod files;

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Instant;
 
-use zerosock::driver::{Driver, StreamId};
+use super::driver::{Driver, StreamId};
 use zerosock::{Address, Cid, Port};
 
 use super::daemon::{Daemon, NEIGHBOUR};

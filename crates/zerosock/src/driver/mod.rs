@@ -60,14 +60,19 @@ use std::time;
 use zerosock_proto::Instant;
 use zerosock_proto::wire::vsock::Repr;
 
+pub use crate::table::backend::{Backend, ReadySource};
+pub use crate::table::calls::ConnectionCalls;
+pub use crate::table::sending::SendingCalls;
 pub use crate::table::sockets::{StreamId, StreamState};
+pub use crate::table::transfers::{Publish, RecvFault};
 pub use arena::ArenaError;
 pub use config::{ConfigError, DriverConfig};
 pub use errors::{DriverError, RecvError, SendError, WaitError};
 pub use events::{DriverEvent, DriverStats};
 pub use link::DriverAttachError;
 pub use queues::QueueSetupError;
-pub use zerosock_proto::vsock::Directions;
+pub use zerosock_proto::vsock::{ConnectError, Directions, ListenError};
+pub use zerosock_proto::wire::vsock::SocketType;
 pub use zerosock_proto::{Address, Cid, Port};
 pub use zerosock_vhost_user::frontend::{Frontend, FrontendError, VringAddr};
 
@@ -410,7 +415,7 @@ impl Driver {
 
     /// Sleeps until the device notifies, a timer is due, or `deadline`; returns at once if work
     /// arrived while arming.
-    fn sleep(&mut self, deadline: Option<time::Instant>) -> Result<(), DriverError> {
+    pub fn sleep(&mut self, deadline: Option<time::Instant>) -> Result<(), DriverError> {
         if !self.arm() {
             let timeout = self.next_due().map(|at| self.wall(at));
             self.stats.sleeps += 1;

@@ -39,7 +39,7 @@ pub(crate) use super::transfers::Ahead;
 
 /// An object with changed readiness.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum ReadySource {
+pub enum ReadySource {
     /// A connection.
     Conn(StreamId),
     /// A listening port.
@@ -136,8 +136,9 @@ impl fmt::Display for EndpointStats {
 }
 
 /// The sockets of an endpoint as seen by the API. See the module documentation; the calls that both
-/// halves implement alike are in [`ConnectionCalls`] and [`SendingCalls`].
-pub(crate) trait Backend: ConnectionCalls + SendingCalls + Send {
+/// halves implement alike are in [`ConnectionCalls`] and [`SendingCalls`]. Public for tests, which drive a
+/// [`Driver`](crate::driver::Driver) by it.
+pub trait Backend: ConnectionCalls + SendingCalls + Send {
     /// The lease table shared with the holders of leases and loans.
     fn lease_table(&self) -> Arc<Leases>;
 

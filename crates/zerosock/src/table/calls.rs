@@ -21,14 +21,17 @@ use super::transfers::{Ahead, Payload, RecvFault, ShowBounds};
 
 /// The state of a connection.
 #[derive(Copy, Clone, Debug)]
-pub(crate) struct ConnInfo {
-    pub(crate) state: StreamState,
+pub struct ConnInfo {
+    /// Its state.
+    pub state: StreamState,
     /// Why the connect failed, if it did.
     pub(crate) refused: Option<RefuseReason>,
-    pub(crate) local: Address,
-    pub(crate) peer: Address,
+    /// The local address.
+    pub local: Address,
+    /// The peer's address.
+    pub peer: Address,
     /// Received bytes not read yet.
-    pub(crate) unread: usize,
+    pub unread: usize,
     /// Bytes read since the connection was established.
     pub(crate) taken: u64,
     /// Fewer unread bytes than this do not make the connection readable.
@@ -64,7 +67,7 @@ impl ConnInfo {
 
 /// The credit of an open connection.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct CreditInfo {
+pub struct CreditInfo {
     /// Size of the local receive buffer (`buf_alloc`), in bytes.
     pub(crate) buffer: u32,
     /// Bytes accepted from the writer that the peer has not reported as consumed.
@@ -143,7 +146,7 @@ pub(crate) trait TableAccess {
 }
 
 /// The calls on connections.
-pub(crate) trait ConnectionCalls {
+pub trait ConnectionCalls {
     /// The state of a connection; `None` if it was closed.
     fn info(&self, id: StreamId) -> Option<ConnInfo>;
 
@@ -420,7 +423,7 @@ fn why_empty<A: TableAccess>(of: &A, id: StreamId) -> Result<(), RecvFault> {
 }
 
 /// The calls on datagram sockets, except sending.
-pub(crate) trait InboxCalls {
+pub trait InboxCalls {
     /// Opens a socket at `port`, or at a free port for [`Port::ANY`]. Returns its id and address.
     fn bind(
         &mut self,

@@ -14,7 +14,7 @@ use super::transfers::LoanParts;
 
 /// Why a datagram was not sent.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum DatagramFault {
+pub enum DatagramFault {
     /// No free buffer, or the destination's receive limit is reached.
     WouldBlock,
     /// Longer than the largest datagram, or than the receiver's queue can take.
@@ -44,7 +44,7 @@ impl From<DatagramRefusal> for DatagramFault {
 
 /// Datagram sockets as seen by the API. See the module documentation; the calls that both halves
 /// implement alike are in [`InboxCalls`].
-pub(crate) trait DatagramBackend: InboxCalls {
+pub trait DatagramBackend: InboxCalls {
     /// Copies a datagram into buffers that the peer reads.
     fn send(&mut self, id: DatagramId, to: Address, bytes: &[u8]) -> Result<(), DatagramFault>;
 

@@ -55,7 +55,7 @@ enum At {
 
 /// The result of reading a datagram.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct ReceivedDatagram {
+pub struct ReceivedDatagram {
     /// Bytes copied.
     pub(crate) copied: usize,
     /// Length of the datagram in bytes.
@@ -65,7 +65,7 @@ pub(crate) struct ReceivedDatagram {
 
 /// A leased datagram.
 #[derive(Debug)]
-pub(crate) struct LeasedDatagram {
+pub struct LeasedDatagram {
     /// `None`: the datagram is empty.
     pub(crate) parts: Option<LeaseParts>,
     pub(crate) source: Address,

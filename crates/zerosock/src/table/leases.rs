@@ -48,7 +48,7 @@ struct Entry {
 
 /// The lease table. See the module documentation.
 #[derive(Debug)]
-pub(crate) struct Leases {
+pub struct Leases {
     /// The last entry is the recheck index; its state is 1 while it is on the stack.
     entries: Box<[Entry]>,
     dropped: AtomicU32,

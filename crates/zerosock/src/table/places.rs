@@ -86,7 +86,7 @@ impl Deref for Pieces {
 
 /// A new lease, returned to the API.
 #[derive(Debug)]
-pub(crate) struct LeaseParts {
+pub struct LeaseParts {
     /// The lease's index in the lease table; identifies it in later calls.
     pub(crate) index: u32,
     pub(crate) len: usize,

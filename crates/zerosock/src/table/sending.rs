@@ -62,7 +62,7 @@ pub(crate) trait SendAccess: TableAccess {
 }
 
 /// The calls that send.
-pub(crate) trait SendingCalls {
+pub trait SendingCalls {
     /// Sends a copy of as many bytes as credit and buffers allow: at least one, in as few packets
     /// as possible. Visible as `publish` says.
     fn write(&mut self, id: StreamId, bytes: &[u8], publish: Publish) -> Result<usize, SendFault>;

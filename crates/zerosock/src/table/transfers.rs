@@ -6,7 +6,7 @@ use super::places::BufferPlace;
 
 /// Why a receive returned nothing.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum RecvFault {
+pub enum RecvFault {
     /// No bytes are available.
     WouldBlock,
     /// The connection was reset or refused.
@@ -48,7 +48,7 @@ pub enum SendFault {
 
 /// When the peer can see what a call has sent.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Publish {
+pub enum Publish {
     /// When the call returns, except for writes that are coalesced.
     Now,
     /// After the next flush or turn: many packets cost one notification.
@@ -57,7 +57,7 @@ pub(crate) enum Publish {
 
 /// What the reader of a connection would find.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Ahead {
+pub struct Ahead {
     /// Received bytes not read yet.
     pub(crate) unread: usize,
     /// No more bytes will arrive.
@@ -86,7 +86,7 @@ pub(crate) enum NextKind {
 
 /// A new loan, returned to the API.
 #[derive(Debug)]
-pub(crate) struct LoanParts {
+pub struct LoanParts {
     /// The loan's index in the lease table; identifies it in later calls.
     pub(crate) index: u32,
     /// Writable bytes.
@@ -98,7 +98,7 @@ pub(crate) struct LoanParts {
 
 /// One buffer of a message loan, ready to send.
 #[derive(Copy, Clone, Debug)]
-pub(crate) struct LoanedPart<'p> {
+pub struct LoanedPart<'p> {
     /// Index in the lease table; [`NONE`](super::leases::NONE) if the part has no entry.
     pub(crate) index: u32,
     /// Bytes to send.
@@ -109,7 +109,7 @@ pub(crate) struct LoanedPart<'p> {
 
 /// A received part, passed to a callback.
 #[derive(Copy, Clone, Debug)]
-pub(crate) enum Payload<'m> {
+pub enum Payload<'m> {
     InPlace(&'m [GuestSlice<'m>]),
     Copied(&'m [u8]),
 }

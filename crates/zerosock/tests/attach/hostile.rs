@@ -10,12 +10,12 @@ use rustix::net::{
 };
 
 use super::*;
+use crate::common::driver::{self, FrontendError};
 use crate::common::{self, bytes, eventually};
 use zerosock::attach::codec::{
     Answer, MAX_REQUEST, Request, VERSION, decode_answer, encode_request,
 };
 use zerosock::attach::{ServiceRequest, Status, Version};
-use zerosock::driver::{self, FrontendError};
 use zerosock::vsock::Fault;
 use zerosock_sys::fd_passing;
 

@@ -3,9 +3,9 @@
 use std::io::Read;
 
 use super::*;
+use crate::common::driver::WaitError;
 use crate::common::{self, assert_bytes, bytes, eventually, host, host_listener};
 use zerosock::attach::{AttachHost, DEFAULT_CIDS};
-use zerosock::driver::WaitError;
 use zerosock::vsock::Fault;
 
 #[test]
@@ -122,12 +122,12 @@ fn connects_to_ports_that_were_not_named_are_refused_by_the_switch() {
         server.driver.listen(port, 8).unwrap();
     }
     // The process makes no call meanwhile: the daemon refuses on its own.
-    let before = server.driver.stats().rx_packets;
+    let before = server.driver.endpoint_stats().packets_received;
     let closed = Address::new(server.cid, Port::new(78));
     let refused = guest.wait_connect(closed, deadline());
     assert!(matches!(refused, Err(WaitError::Refused)), "{refused:?}");
     server.driver.drive().unwrap();
-    assert_eq!(server.driver.stats().rx_packets, before);
+    assert_eq!(server.driver.endpoint_stats().packets_received, before);
     connected(&mut guest, &mut server.driver);
     // Its own connects are not limited.
     guest.listen(PORT, 8).unwrap();

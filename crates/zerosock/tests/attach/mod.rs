@@ -11,13 +11,13 @@ mod services;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use crate::common::{self, Vm, daemon_config, deadline};
-use zerosock::attach::{self, AttachConfig, AttachError, AttachRequest, Attached, Client};
-use zerosock::daemon::{Daemon, DaemonConfig, Stats};
-use zerosock::driver::{
+use crate::common::driver::{
     Address, Cid, Directions, Driver, DriverConfig, Port, RecvError, SendError, StreamId,
     StreamState,
 };
+use crate::common::{self, Vm, daemon_config, deadline};
+use zerosock::attach::{self, AttachConfig, AttachError, AttachRequest, Attached, Client};
+use zerosock::daemon::{Daemon, DaemonConfig, Stats};
 
 const PORT: Port = Port::new(77);
 

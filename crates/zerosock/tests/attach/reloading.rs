@@ -1,12 +1,12 @@
 //! Reload: which settings change while a daemon runs, and which connections stay.
 
 use super::*;
+use crate::common::driver::WaitError;
 use crate::common::{self, assert_bytes, bytes, connect_guest, eventually, eventually_with, host};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
 use zerosock::access::{AccessList, Cids, Party, Ports, Rule, Verdict};
 use zerosock::daemon::{HostSide, Reload, ReloadError, VmConfig};
-use zerosock::driver::WaitError;
 
 fn rule(verdict: Verdict, from: Party, to: Party, ports: std::ops::RangeInclusive<u32>) -> Rule {
     let (first, last) = (Port::new(*ports.start()), Port::new(*ports.end()));

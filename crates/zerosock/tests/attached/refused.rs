@@ -5,9 +5,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Instant;
 
+use crate::common::driver::{self, Driver, DriverConfig, FrontendError};
 use rustix::process::Uid;
 use zerosock::attach::{self, AttachConfig, AttachError, AttachRequest, Attached, Client};
-use zerosock::driver::{self, Driver, DriverConfig, FrontendError};
 use zerosock::vsock::{
     BindError, ConnectError, ConnectReason, Endpoint, EndpointBuilder, Fault, Host, OpenError,
 };

@@ -7,6 +7,7 @@
 //! and daemons two workers.
 #![allow(dead_code, reason = "each test program uses its own part")]
 
+pub(crate) mod driver;
 pub(crate) mod pump;
 pub(crate) mod raw;
 
@@ -16,8 +17,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
+use driver::{Address, Cid, Driver, DriverConfig, Port};
 use zerosock::daemon::{Daemon, DaemonConfig, HostSide, Stats, VmConfig};
-use zerosock::driver::{Address, Cid, Driver, DriverConfig, Port};
 
 /// Deadline for everything that a test waits for; only a hang exceeds it.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(300);

@@ -180,7 +180,7 @@ fn datagrams_without_a_receiver_are_dropped_and_counted() {
 
 #[test]
 fn endpoints_without_datagrams_have_streams_and_senders_get_an_error() {
-    use zerosock::driver::{Driver, DriverConfig};
+    use crate::common::driver::{Driver, DriverConfig};
     let hub = Hub::new();
     let process = hub.process();
     let (ours, theirs) = (at_host(&hub, PORT), at(&process, PORT));

@@ -5,8 +5,8 @@ use std::net::{Shutdown, TcpStream};
 use std::thread;
 use std::time::Duration;
 
+use crate::common::driver::{Directions, Driver, RecvError, SendError, StreamId};
 use zerosock::Port;
-use zerosock::driver::{Directions, Driver, RecvError, SendError, StreamId};
 
 use super::inward::{listening, tcp_listener};
 use super::{ForwardingDaemon, accept, rule, tcp_server, with_time_outs};

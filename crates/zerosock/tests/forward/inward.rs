@@ -6,8 +6,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread;
 
+use crate::common::driver::Driver;
 use zerosock::Port;
-use zerosock::driver::Driver;
 use zerosock::forward::{ListenAddress, ListenRule};
 use zerosock::vsock::{Endpoint, Listener};
 
@@ -167,7 +167,7 @@ fn clients_from_other_networks_and_over_the_limit_are_reset() {
     is_reset(connect(on));
     // A place is free again once the first connection has ended.
     drop(first);
-    guest.close(stream).unwrap();
+    guest.close(stream);
     eventually_with(&mut guest, "a free place", |_| lab.rule(0).active == 1);
     let _third = connect(on);
     guest.wait_accept(Port::new(22), deadline()).unwrap();

@@ -17,10 +17,10 @@ use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use crate::common::driver::{Driver, DriverConfig, WaitError};
 use zerosock::Port;
 use zerosock::attach::{self, AttachConfig};
 use zerosock::daemon::{Daemon, DaemonConfig, Stats};
-use zerosock::driver::{Driver, DriverConfig, WaitError};
 use zerosock::forward::{ForwardRule, RuleStats};
 use zerosock::vsock::{Endpoint, EndpointBuilder};
 

@@ -48,7 +48,7 @@ fn connections_of_a_removed_rule_continue_and_new_ones_follow_the_new_rules() {
     let _at_new = accept(&new);
     refused(&mut guest, 2);
     drop(at_old);
-    guest.close(stream).unwrap();
+    guest.close(stream);
     eventually_with(&mut guest, "the removed rule gone", |_| {
         lab.daemon().forward_stats().len() == 1
     });

@@ -7,8 +7,8 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crate::common::driver::{Driver, DriverConfig};
 use zerosock::daemon::{HostSide, VmConfig};
-use zerosock::driver::{Driver, DriverConfig};
 use zerosock::vsock::{Host, HostBuilder, Stream, Wait};
 use zerosock::{Address, Cid};
 use zerosock_proto::wire::vsock::Op;

@@ -3,8 +3,8 @@
 use std::collections::HashSet;
 use std::thread;
 
+use crate::common::driver::{Address, Cid, Driver, Port, StreamState};
 use zerosock::daemon::DaemonConfig;
-use zerosock::driver::{Address, Cid, Driver, Port, StreamState};
 use zerosock_proto::vsock::ConnectError;
 use zerosock_proto::wire::vsock::Op;
 

@@ -10,8 +10,8 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use zerosock::driver::{Driver, DriverConfig, RecvError, SendError, StreamId};
 use zerosock::{Address, Cid, Port};
+use zerosock_testkit::driver::{Driver, DriverConfig, RecvError, SendError, StreamId};
 
 use super::program::{Device, Running, START};
 use crate::pair::Cores;

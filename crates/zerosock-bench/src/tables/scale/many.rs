@@ -8,9 +8,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
-use zerosock::driver::{Driver, StreamId, StreamState};
 use zerosock::vsock::{Endpoint, Listener, Stream};
 use zerosock::{Address, Cid, Port};
+use zerosock_testkit::driver::{Driver, StreamId, StreamState};
 
 use crate::pair::Cores;
 use crate::processes::{KilledOnDrop, retry};

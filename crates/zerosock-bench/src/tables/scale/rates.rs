@@ -10,8 +10,8 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use zerosock::driver::{Driver, DriverEvent, RecvError, SendError, StreamId};
 use zerosock::{Address, Cid, Port};
+use zerosock_testkit::driver::{Driver, DriverEvent, RecvError, SendError, StreamId, StreamState};
 
 use crate::args::Settings;
 use crate::bench::Bench;
@@ -68,14 +68,16 @@ pub(super) fn connects(device: &Device, bench: &Bench<'_>) -> Result<(f64, f64),
             let first = driver.poll(Some(now + Duration::from_millis(50)));
             let mut next = first.map_err(line)?;
             while let Some(event) = next {
-                match event {
-                    DriverEvent::Connected { stream } => {
-                        driver.close(stream).map_err(line)?;
-                        under_way -= 1;
-                        done += 1;
+                if let DriverEvent::Ready { stream } = event {
+                    match driver.state(stream) {
+                        Some(StreamState::Connected) => {
+                            driver.close(stream);
+                            under_way -= 1;
+                            done += 1;
+                        }
+                        Some(StreamState::Reset) => return Err("a connect was refused".into()),
+                        _ => {}
                     }
-                    DriverEvent::Refused { .. } => return Err("a connect was refused".into()),
-                    _ => {}
                 }
                 next = driver.next_event();
             }
@@ -235,7 +237,7 @@ fn play(
             }
         }
         let mut event = driver.poll(Some(now + Duration::from_millis(50)));
-        while let Some(DriverEvent::Readable { stream }) = event.map_err(line)? {
+        while let Some(DriverEvent::Ready { stream }) = event.map_err(line)? {
             if let Some((begun, back)) = players.get_mut(&stream) {
                 loop {
                     match driver.recv(stream, &mut bytes[*back..]) {

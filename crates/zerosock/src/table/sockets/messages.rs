@@ -19,7 +19,7 @@ use crate::table::places::{LeaseParts, NoLease};
 
 /// The result of reading or peeking at a message.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct MessageRead {
+pub struct MessageRead {
     /// Length of the message in bytes.
     pub(crate) len: usize,
     /// Bytes copied to the caller.

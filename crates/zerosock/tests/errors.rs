@@ -38,7 +38,7 @@ fn all_public_errors_can_cross_threads() {
     error::<driver::DriverError>();
     error::<driver::FrontendError>();
     error::<driver::QueueSetupError>();
-    error::<driver::SendError>();
+    error::<driver::SendFault>();
     error::<forward::ParseNetworkError>();
     error::<forward::ParseRuleError>();
     error::<forward::RuleError>();

@@ -16,7 +16,7 @@ use zerosock_virtio::poller::Events;
 use super::half::DriverHalf;
 use super::queue_pairs::{QueuePair, QueuePairId, RxSlot};
 use super::store::Buffers;
-use super::{Driver, DriverError, StreamId};
+use super::{Driver, DriverError, StreamId, StreamState};
 use crate::fault::Fault;
 use crate::table::calls::TableAccess;
 use crate::table::datagrams::DatagramBackend;
@@ -259,7 +259,25 @@ impl Backend for Driver {
         to: Address,
         socket_type: SocketType,
     ) -> Result<StreamId, ConnectError> {
-        self.connect_for(from, to, socket_type)
+        if self.link.is_none() {
+            return Err(ConnectError::Unreachable);
+        }
+        let now = self.now();
+        let (queue_pair, port) = self.store.queue_pairs.place(self.cid, from, to)?;
+        let local = Address::new(self.cid, port);
+        let pair = &mut self.store.queue_pairs[queue_pair];
+        let flow = pair.shard.connect(now, local, to, socket_type)?;
+        if pair.flows.reserve(flow).is_err() {
+            let _ = pair.shard.reset(flow);
+            return Err(ConnectError::TooManyConnections);
+        }
+        let local = pair.shard.flow(flow).map_or(local, |info| info.local);
+        let (pool, state) = (queue_pair.pool(), StreamState::Connecting);
+        let id = self
+            .sockets
+            .insert(pool, flow, state, local, to, socket_type);
+        pair.flows.insert(flow, id);
+        Ok(id)
     }
 
     fn listen(
@@ -268,11 +286,21 @@ impl Backend for Driver {
         backlog: usize,
         socket_type: SocketType,
     ) -> Result<(), ListenError> {
-        self.listen_for(port, backlog, socket_type)
+        self.store.queue_pairs[QueuePairId::FIRST]
+            .shard
+            .listen(port, backlog)?;
+        self.listeners.add(port, backlog, socket_type);
+        Ok(())
     }
 
     fn unlisten(&mut self, port: Port) {
-        Driver::unlisten(self, port);
+        // An error means that the port is not listening.
+        let _ = self.store.queue_pairs[QueuePairId::FIRST]
+            .shard
+            .unlisten(port);
+        for id in self.listeners.remove(port) {
+            self.abort(id);
+        }
     }
 
     fn bind(&mut self, port: Port) -> Result<Port, ListenError> {
@@ -290,26 +318,47 @@ impl Backend for Driver {
     }
 
     fn accept(&mut self, port: Port) -> Option<StreamId> {
-        Driver::accept(self, port)
+        self.listeners.accept(port)
     }
 
     fn shutdown(&mut self, id: StreamId, how: Directions) {
-        Driver::shutdown(self, id, how);
+        let now = self.now();
+        if how.receive {
+            self.sockets.shutdown_recv(id, &mut self.store);
+        }
+        let Some(conn) = self.sockets.get_mut(id) else {
+            return;
+        };
+        conn.send_shutdown |= how.send;
+        // Fails only for a flow that has ended.
+        self.with_flow(id, |shard, flow| shard.shutdown(now, flow, how));
         // Wakes a writer that waits on another thread.
         self.sockets.set_ready(id, ReadyFlag::Writable);
     }
 
     fn close(&mut self, id: StreamId) {
-        // Fails only if a slot cannot be posted, which the next turn reports.
-        let _ = Driver::close(self, id);
+        let now = self.now();
+        if let Some((queue_pair, flow)) = self.remove_flow(id) {
+            let shard = &mut self.store.queue_pairs[queue_pair].shard;
+            if shard.shutdown(now, flow, Directions::BOTH).is_err() {
+                // Fails only for a flow that has ended.
+                let _ = shard.reset(flow);
+            }
+        }
+        self.sockets.remove(id, &mut self.store);
     }
 
     fn abort(&mut self, id: StreamId) {
-        Driver::abort(self, id);
+        if let Some((queue_pair, flow)) = self.remove_flow(id) {
+            // Fails only for a flow that has ended.
+            let _ = self.store.queue_pairs[queue_pair].shard.reset(flow);
+        }
+        self.sockets.remove(id, &mut self.store);
     }
 
     fn queue_pair(&self, id: StreamId) -> u16 {
-        Driver::queue_pair(self, id).unwrap_or(0)
+        let conn = self.sockets.get(id);
+        conn.map_or(0, |conn| QueuePairId::of_pool(conn.pool).pair())
     }
 
     fn set_connect_timeout(&mut self, id: StreamId, timeout: Duration) {

@@ -1,11 +1,10 @@
-//! The errors of calls on a driver's connections, one enum for each operation.
+//! The error of a driver's turns.
 
 use std::io;
 
 use zerosock_ring::{AddError, DriverError as RingError};
 
 use crate::fault::Fault;
-pub use crate::table::transfers::SendFault as SendError;
 
 /// The driver cannot continue: the device broke a ring, or a system call failed.
 #[derive(Debug, thiserror::Error)]
@@ -30,49 +29,4 @@ impl DriverError {
             DriverError::Add(_) | DriverError::Wait(_) => Fault::System,
         }
     }
-}
-
-/// Why nothing was received.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum RecvError {
-    /// No unread bytes: a `Readable` event follows.
-    #[error("no received bytes are available")]
-    WouldBlock,
-    /// The connection was reset, and all received bytes were read.
-    #[error("the connection was reset")]
-    Reset,
-    /// No such connection.
-    #[error("no such connection")]
-    Unknown,
-    /// The driver cannot go on.
-    #[error(transparent)]
-    Driver(#[from] DriverError),
-}
-
-/// Why a blocking call failed.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum WaitError {
-    /// The deadline passed.
-    #[error("the deadline passed")]
-    TimedOut,
-    /// A connect was refused, by the device or the peer behind it.
-    #[error("connection refused")]
-    Refused,
-    /// Sending failed.
-    #[error(transparent)]
-    Send(SendError),
-    /// Receiving failed.
-    #[error(transparent)]
-    Recv(RecvError),
-    /// The stream ended before all requested bytes arrived.
-    #[error("the stream ended before all requested bytes arrived")]
-    Eof,
-    /// The connect could not be started.
-    #[error(transparent)]
-    Connect(#[from] zerosock_proto::vsock::ConnectError),
-    /// The driver cannot go on.
-    #[error(transparent)]
-    Driver(#[from] DriverError),
 }

@@ -315,7 +315,6 @@ impl Driver {
             any = true;
             if id == Some(0) {
                 self.stats.transport_resets += 1;
-                self.unreported_reset = true;
                 self.transport_reset(now);
             } else {
                 self.stats.unknown_events += 1;

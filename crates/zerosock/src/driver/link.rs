@@ -226,14 +226,6 @@ impl Link {
         Ok(())
     }
 
-    /// Stops the queues; returns the index at which each can continue. Afterwards the device no
-    /// longer accesses the memory.
-    pub(crate) fn stop(&mut self, queues: usize) -> Result<Vec<u16>, FrontendError> {
-        (0..queues as u32)
-            .map(|index| self.frontend.get_vring_base(index))
-            .collect()
-    }
-
     /// Passes the negotiated features to a shard.
     pub(crate) fn apply_features(&self, shard: &mut Shard) {
         shard.set_seqpacket(self.seqpacket);

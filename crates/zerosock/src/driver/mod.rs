@@ -12,30 +12,21 @@
 //! - The packet path does not allocate once its buffers have grown.
 //!
 //! # How to drive it
-//! The driver has no thread. Only [`Driver::poll`] and the `wait_*` calls sleep, until a deadline:
+//! The driver has no thread. A [`Core`](crate::vsock::hub::Core) calls it through the trait [`Backend`]:
+//! commands act on the protocol core and the buffers at once, and [`Driver::drive`] receives what the device
+//! sent and returned, and publishes what the commands queued, in one batch. Queued packets become visible to
+//! the device with the next `drive` or `flush`, so that many small packets cost one kick.
 //!
-//! - **commands** ([`connect`](Driver::connect), [`listen`](Driver::listen),
-//!   [`accept`](Driver::accept), [`send`](Driver::send), [`recv`](Driver::recv),
-//!   [`shutdown`](Driver::shutdown), [`close`](Driver::close)) act on the protocol core and the
-//!   buffers at once;
-//! - [`drive`](Driver::drive) receives what the device sent and returned, and publishes what the
-//!   commands queued, in one batch; [`poll`](Driver::poll) does the same and sleeps when there is
-//!   nothing to do;
-//! - [`poll`](Driver::poll) and [`next_event`](Driver::next_event) return [`DriverEvent`]s.
-//!
-//! Queued packets become visible to the device with the next `drive`, `poll` or `flush`, so that
-//! many small packets cost one kick.
+//! The module is hidden, and public for the guests of tests and benchmarks (`tests/common/driver.rs`), which
+//! call the same trait and the methods of [`Driver`] that stop, start and attach its queues again.
 
 mod arena;
 #[cfg(test)]
 mod arming_tests;
 mod backend;
-mod blocking;
-mod commands;
 mod config;
 mod datagrams;
 mod errors;
-mod events;
 mod half;
 #[cfg(test)]
 mod hostile_tests;
@@ -46,12 +37,12 @@ mod message_tests;
 mod queue_pairs;
 mod queues;
 mod setup;
+mod stats;
 mod store;
 #[cfg(test)]
 mod test_device;
 #[cfg(test)]
 mod tests;
-mod transfer;
 #[cfg(test)]
 mod turn_tests;
 
@@ -64,13 +55,13 @@ pub use crate::table::backend::{Backend, ReadySource};
 pub use crate::table::calls::ConnectionCalls;
 pub use crate::table::sending::SendingCalls;
 pub use crate::table::sockets::{StreamId, StreamState};
-pub use crate::table::transfers::{Publish, RecvFault};
+pub use crate::table::transfers::{Publish, RecvFault, SendFault};
 pub use arena::ArenaError;
 pub use config::{ConfigError, DriverConfig};
-pub use errors::{DriverError, RecvError, SendError, WaitError};
-pub use events::{DriverEvent, DriverStats};
+pub use errors::DriverError;
 pub use link::DriverAttachError;
 pub use queues::QueueSetupError;
+pub use stats::DriverStats;
 pub use zerosock_proto::vsock::{ConnectError, Directions, ListenError};
 pub use zerosock_proto::wire::vsock::SocketType;
 pub use zerosock_proto::{Address, Cid, Port};
@@ -117,10 +108,6 @@ pub struct Driver {
     tally: Tally,
     datagrams: Datagrams,
     listeners: Listeners,
-    /// [`DriverEvent::TransportReset`] has not been returned by [`next_event`](Driver::next_event).
-    unreported_reset: bool,
-    /// [`DriverEvent::DeviceGone`] has not been returned by [`next_event`](Driver::next_event).
-    unreported_gone: bool,
     stats: DriverStats,
     /// Notifications were requested, and a thread may be asleep.
     armed: bool,
@@ -141,21 +128,14 @@ impl Driver {
 
     /// Counters since the driver was attached.
     pub fn stats(&self) -> DriverStats {
-        let counted = self.sockets.counted();
         DriverStats {
-            tx_packets: self.tally.packets_sent,
-            tx_bytes: self.tally.sent,
-            rx_packets: self.tally.packets_received,
-            kicks: self.tally.notifications,
-            rx_bytes: counted.received,
-            rx_overflow_bytes: counted.copied_aside,
             rx_malformed: self.stats.rx_malformed + self.datagrams.malformed,
             rx_dropped: self.stats.rx_dropped + self.datagrams.dropped,
             ..self.stats
         }
     }
 
-    /// Whether a device is attached: false between [`DriverEvent::DeviceGone`] and a successful
+    /// Whether a device is attached: false between its hang-up and a successful
     /// [`reconnect`](Driver::reconnect).
     pub fn is_attached(&self) -> bool {
         self.link.is_some()
@@ -172,6 +152,11 @@ impl Driver {
     /// The control socket, for requests that the driver does not send by itself.
     pub fn frontend(&mut self) -> Option<&mut Frontend> {
         self.link.as_mut().map(|link| &mut link.frontend)
+    }
+
+    /// The number of queue pairs in use.
+    pub fn queue_pairs(&self) -> u16 {
+        self.store.queue_pairs.len() as u16
     }
 
     /// Connections with a handle, including ended ones that are not closed yet.
@@ -303,7 +288,6 @@ impl Driver {
     /// Ends all connections after the device hung up, as for a transport reset.
     fn device_gone(&mut self) {
         if self.link.take().is_some() {
-            self.unreported_gone = true;
             let now = self.now();
             self.receive_before_hang_up(now);
             for queue_pair in self.store.queue_pairs.iter_mut() {
@@ -418,7 +402,6 @@ impl Driver {
     pub fn sleep(&mut self, deadline: Option<time::Instant>) -> Result<(), DriverError> {
         if !self.arm() {
             let timeout = self.next_due().map(|at| self.wall(at));
-            self.stats.sleeps += 1;
             if self.watch.sleep(earlier(deadline, timeout))? {
                 self.device_gone();
             }

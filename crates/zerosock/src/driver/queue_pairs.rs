@@ -8,13 +8,15 @@
 use std::collections::VecDeque;
 use std::ops::{Index, IndexMut};
 
-use zerosock_proto::vsock::Shard;
 use zerosock_proto::vsock::pairs::{rx_queue, tx_queue};
+use zerosock_proto::vsock::{ConnectError, QueuePairs, Shard};
 use zerosock_proto::wire::vsock::Repr;
+use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::AddError;
 
 use super::arena::PairSlots;
 use super::queues::{RxQueue, TxQueue};
+use crate::device::placing::SPARE_PORTS;
 use crate::header;
 use crate::table::coalesced::CoalescedWrites;
 use crate::table::flows::Flows;
@@ -155,10 +157,33 @@ impl QueuePairSet {
         (0..self.len() as u16).map(QueuePairId)
     }
 
-    /// The id of queue pair number `pair`, if it is in use.
-    pub(super) fn of_pair(&self, pair: u32) -> Option<QueuePairId> {
-        let pair = u16::try_from(pair).ok()?;
-        (usize::from(pair) < self.len()).then_some(QueuePairId(pair))
+    /// Chooses the queue pair and the local port of a connection from `cid` to `peer`. With several
+    /// pairs, the queue pair depends on the port. No other connection on any pair has the same two
+    /// addresses.
+    pub(super) fn place(
+        &self,
+        cid: Cid,
+        port: Port,
+        peer: Address,
+    ) -> Result<(QueuePairId, Port), ConnectError> {
+        let pairs = QueuePairs::new(self.len() as u16).unwrap_or(QueuePairs::ONE);
+        if pairs == QueuePairs::ONE {
+            return Ok((QueuePairId::FIRST, port));
+        }
+        for _ in 0..SPARE_PORTS {
+            let from = match port {
+                Port::ANY => self.first.shard.spare_port(),
+                port => port,
+            };
+            let local = Address::new(cid, from);
+            if !self.iter().any(|pair| pair.shard.is_connected(local, peer)) {
+                return Ok((QueuePairId(pairs.of_flow(from, peer)), from));
+            }
+            if port != Port::ANY {
+                break;
+            }
+        }
+        Err(ConnectError::InUse)
     }
 
     #[inline]

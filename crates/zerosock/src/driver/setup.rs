@@ -115,8 +115,6 @@ impl Driver {
             cid,
             epoch: time::Instant::now(),
             listeners: Listeners::default(),
-            unreported_reset: false,
-            unreported_gone: false,
             stats: DriverStats::default(),
             armed: false,
             idle_turns: 0,
@@ -132,7 +130,6 @@ impl Driver {
     pub fn reconnect(&mut self) -> Result<(), DriverAttachError> {
         if self.link.is_some() {
             self.device_gone();
-            self.unreported_gone = false;
         }
         let mut link = Link::connect(&self.config)?;
         if usize::from(link.pairs.queues()) != self.store.arena.rings.len() {
@@ -151,14 +148,6 @@ impl Driver {
             .negotiated(link.datagrams, link.datagram_flow);
         self.link = Some(link);
         Ok(())
-    }
-
-    /// Stops the queues, as a VMM does for a pause or a snapshot; returns the index at which each
-    /// can continue. Until [`resume`](Driver::resume) the device does not access the memory.
-    pub fn suspend(&mut self) -> Result<Vec<u16>, FrontendError> {
-        let queues = self.store.arena.rings.len();
-        let link = self.link.as_mut().ok_or(FrontendError::Closed)?;
-        link.stop(queues)
     }
 
     /// Passes the memory table again and starts the queues at `bases`, one index each.

@@ -101,6 +101,18 @@ pub(super) fn pairs(
     (driver, peer)
 }
 
+impl Driver {
+    /// The state of a connection; `None` if it was closed.
+    pub(super) fn state(&self, id: StreamId) -> Option<StreamState> {
+        Some(self.sockets.get(id)?.state)
+    }
+
+    /// Received bytes that are not read.
+    pub(super) fn unread(&self, id: StreamId) -> usize {
+        self.sockets.unread(id)
+    }
+}
+
 /// Opens a connection from the driver to its device.
 pub(super) fn connect(driver: &mut Driver, peer: &mut TestDevice) -> StreamId {
     let id = Backend::connect(driver, Port::ANY, SERVER, SocketType::Stream).unwrap();

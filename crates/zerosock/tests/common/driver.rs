@@ -11,7 +11,7 @@ use std::time::Instant;
 use zerosock::driver as product;
 use zerosock::vsock::EndpointStats;
 
-pub use zerosock::driver::*;
+pub use zerosock::driver::{SendFault as SendError, *};
 
 /// A change that [`Driver::poll`] returns. Each is returned once, several changes of a connection together.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]

@@ -2,7 +2,7 @@
 
 use super::{Sockets, StreamId};
 
-/// A change of readiness. Each is reported once per change, in this order.
+/// A change of readiness.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) enum ReadyFlag {
     Connected = 0,
@@ -12,15 +12,6 @@ pub(crate) enum ReadyFlag {
     Refused = 4,
     Closed = 5,
 }
-
-const ALL: [ReadyFlag; 6] = [
-    ReadyFlag::Connected,
-    ReadyFlag::Readable,
-    ReadyFlag::PeerShutdown,
-    ReadyFlag::Writable,
-    ReadyFlag::Refused,
-    ReadyFlag::Closed,
-];
 
 impl<T> Sockets<T> {
     /// Sets a ready flag of a connection.
@@ -35,33 +26,7 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// Returns and clears the next ready flag. Connections take turns.
-    pub(crate) fn next_ready_flag(&mut self) -> Option<(StreamId, ReadyFlag)> {
-        loop {
-            let index = self.ready_list.pop_front()?;
-            let conn = self.conns.get_mut(index as usize)?;
-            conn.listed = false;
-            if conn.unread == 0 && conn.messages().unwrap_or(0) == 0 {
-                conn.ready_flags &= !(1 << ReadyFlag::Readable as u8);
-            }
-            let Some(flag) = ALL
-                .into_iter()
-                .find(|flag| conn.ready_flags & (1 << *flag as u8) != 0)
-            else {
-                continue;
-            };
-            conn.ready_flags &= !(1 << flag as u8);
-            if conn.ready_flags != 0 {
-                conn.listed = true;
-                self.ready_list.push_back(index);
-            }
-            let generation = conn.generation;
-            return Some((StreamId { index, generation }, flag));
-        }
-    }
-
-    /// Returns the next connection with ready flags and clears all of them. Must not be mixed with
-    /// [`next_ready_flag`](Self::next_ready_flag).
+    /// Returns the next connection with ready flags and clears all of them.
     pub(crate) fn next_ready(&mut self) -> Option<StreamId> {
         loop {
             let index = self.ready_list.pop_front()?;

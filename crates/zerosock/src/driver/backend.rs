@@ -28,7 +28,7 @@ use crate::table::outgoing::Outgoing;
 use crate::table::over::EndpointEnded;
 use crate::table::send_calls::{SendCalls, WholePacket};
 use crate::table::sending::SendAccess;
-use crate::table::sockets::{Copied, LeaseParts, NoLease, ReadyFlag, Shown, Sockets};
+use crate::table::sockets::{Copied, LeaseParts, NoLease, Shown, Sockets};
 use crate::table::{
     backend::{Backend, EndpointStats, ReadySource},
     transfers::{Payload, Publish, ShowBounds},
@@ -237,7 +237,7 @@ impl Backend for Driver {
     }
 
     fn next_ready(&mut self) -> Option<ReadySource> {
-        if let Some(port) = self.listeners.next_port(usize::MAX) {
+        if let Some(port) = self.listeners.next_port() {
             return Some(ReadySource::Port(port));
         }
         if let Some(stream) = self.sockets.next_ready() {
@@ -333,7 +333,7 @@ impl Backend for Driver {
         // Fails only for a flow that has ended.
         self.with_flow(id, |shard, flow| shard.shutdown(now, flow, how));
         // Wakes a writer that waits on another thread.
-        self.sockets.set_ready(id, ReadyFlag::Writable);
+        self.sockets.set_ready(id);
     }
 
     fn close(&mut self, id: StreamId) {

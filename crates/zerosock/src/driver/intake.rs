@@ -16,9 +16,7 @@ use super::errors::DriverError;
 use super::link::guest_cid;
 use super::queue_pairs::{QueuePairId, RxSlot};
 use crate::header::{self, HeaderFault};
-use crate::table::sockets::{
-    Arrival, HeldBuffer, MessageEnd, ReadyFlag, Shown, Store, StreamId, StreamState,
-};
+use crate::table::sockets::{Arrival, HeldBuffer, MessageEnd, Shown, Store, StreamId, StreamState};
 use crate::table::transfers::{Payload, ShowBounds};
 
 /// Packets received by one turn before the caller runs again.
@@ -388,7 +386,7 @@ impl Driver {
                 }
                 Event::Writable { flow } => {
                     if let Some(stream) = self.flow(queue_pair, flow) {
-                        self.sockets.set_ready(stream, ReadyFlag::Writable);
+                        self.sockets.set_ready(stream);
                     }
                 }
                 Event::Closed { flow, reason } => {

@@ -19,7 +19,7 @@ use crate::table::datagrams::DatagramBackend;
 use crate::table::leases::Leases;
 use crate::table::over::EndpointEnded;
 use crate::table::sending::SendAccess;
-use crate::table::sockets::{Copied, ReadyFlag, Sockets, StreamId};
+use crate::table::sockets::{Copied, Sockets, StreamId};
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::poller::Events;
 
@@ -121,7 +121,7 @@ impl Backend for HostBackend {
 
     fn next_ready(&mut self) -> Option<ReadySource> {
         let app = self.worker.shared.app.as_deref_mut()?;
-        if let Some(port) = app.listeners.next_port(usize::MAX) {
+        if let Some(port) = app.listeners.next_port() {
             return Some(ReadySource::Port(port));
         }
         if let Some(id) = app.sockets.next_ready() {
@@ -229,7 +229,7 @@ impl Backend for HostBackend {
         conn.send_shutdown |= how.send;
         // Wakes threads that wait for room: they find the connection shut down.
         if let Some(app) = self.worker.shared.app.as_deref_mut() {
-            app.sockets.set_ready(id, ReadyFlag::Writable);
+            app.sockets.set_ready(id);
         }
         if let Some((vm, flow)) = flow {
             let now = self.worker.clock().now();

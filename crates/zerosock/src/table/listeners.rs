@@ -2,8 +2,8 @@
 //!
 //! # Invariants
 //! - A connection waits on one port.
-//! - At most as many connections of a port are unreported as wait.
-//! - A port with unreported connections is on the list of ready ports; no port is on it twice.
+//! - A port with a waiting connection that was not reported is on the list of ready ports; no port is
+//!   on it twice.
 
 use std::collections::VecDeque;
 
@@ -22,8 +22,6 @@ struct Listener {
     /// Receive buffer of accepted connections in bytes, if it differs from the default.
     buffer: Option<u32>,
     waiting: VecDeque<StreamId>,
-    /// Connections in `waiting` that were not reported to the program.
-    unreported: usize,
     /// On the list of ready ports.
     in_ready: bool,
 }
@@ -59,7 +57,6 @@ impl Listeners {
             backlog,
             buffer: None,
             waiting: VecDeque::new(),
-            unreported: 0,
             in_ready: false,
         });
     }
@@ -105,7 +102,6 @@ impl Listeners {
     pub(crate) fn push(&mut self, port: Port, stream: StreamId) {
         if let Some(listener) = self.get_mut(port) {
             listener.waiting.push_back(stream);
-            listener.unreported += 1;
             if !std::mem::replace(&mut listener.in_ready, true) {
                 self.ready.push_back(port);
             }
@@ -114,10 +110,7 @@ impl Listeners {
 
     /// Removes the oldest connection that waits on `port`.
     pub(crate) fn accept(&mut self, port: Port) -> Option<StreamId> {
-        let listener = self.get_mut(port)?;
-        let stream = listener.waiting.pop_front();
-        listener.unreported = listener.unreported.min(listener.waiting.len());
-        stream
+        self.get_mut(port)?.waiting.pop_front()
     }
 
     pub(crate) fn has_waiting(&self, port: Port) -> bool {
@@ -125,18 +118,13 @@ impl Listeners {
         listener.is_some_and(|listener| !listener.waiting.is_empty())
     }
 
-    /// The next port with unreported connections, of which `most` count as reported then.
-    pub(crate) fn next_port(&mut self, most: usize) -> Option<Port> {
+    /// The next port with connections that were not reported; they count as reported then.
+    pub(crate) fn next_port(&mut self) -> Option<Port> {
         loop {
             let port = self.ready.pop_front()?;
             let listener = self.get_mut(port)?;
-            let unreported = listener.unreported;
-            listener.unreported = unreported.saturating_sub(most);
-            listener.in_ready = listener.unreported > 0;
-            if listener.in_ready {
-                self.ready.push_back(port);
-            }
-            if unreported > 0 {
+            listener.in_ready = false;
+            if !listener.waiting.is_empty() {
                 return Some(port);
             }
         }
@@ -158,17 +146,17 @@ mod tests {
     }
 
     #[test]
-    fn each_connection_is_reported_once() {
+    fn each_port_is_reported_once() {
         let mut all = two();
         for port in [A, A, B] {
             all.push(port, StreamId::FIRST);
         }
-        let reported: Vec<Port> = std::iter::from_fn(|| all.next_port(1)).collect();
-        assert_eq!(reported, [A, B, A]);
-        assert_eq!(all.next_port(9), None);
+        let reported: Vec<Port> = std::iter::from_fn(|| all.next_port()).collect();
+        assert_eq!(reported, [A, B]);
+        assert_eq!(all.next_port(), None);
         all.push(A, StreamId::FIRST);
         all.push(A, StreamId::FIRST);
-        assert_eq!((all.next_port(9), all.next_port(9)), (Some(A), None));
+        assert_eq!((all.next_port(), all.next_port()), (Some(A), None));
         let accepted = std::iter::from_fn(|| all.accept(A));
         assert_eq!(accepted.count(), 4);
     }
@@ -178,9 +166,9 @@ mod tests {
         let mut all = two();
         all.push(A, StreamId::FIRST);
         assert!(all.accept(A).is_some() && !all.has_waiting(A));
-        assert_eq!(all.next_port(9), None);
+        assert_eq!(all.next_port(), None);
         all.push(A, StreamId::FIRST);
-        assert_eq!((all.next_port(9), all.next_port(9)), (Some(A), None));
+        assert_eq!((all.next_port(), all.next_port()), (Some(A), None));
     }
 
     #[test]

@@ -29,7 +29,6 @@ use super::Sockets;
 use super::ids::{StreamId, StreamState};
 use super::message_end::cost;
 use super::pool::Pool;
-use super::ready_flags::ReadyFlag;
 use super::received::{ReceivedPart, copy_out};
 use super::store::Store;
 use crate::table::leases::NONE;
@@ -256,7 +255,7 @@ impl<T> Sockets<T> {
         if let Some(conn) = self.get_mut(id) {
             conn.flow = None;
             conn.state = StreamState::Reset;
-            self.set_ready(id, ReadyFlag::Closed);
+            self.set_ready(id);
         }
     }
 

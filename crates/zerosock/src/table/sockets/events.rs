@@ -2,14 +2,14 @@
 
 use zerosock_proto::vsock::RefuseReason;
 
-use super::{ReadyFlag, Sockets, Store, StreamId, StreamState};
+use super::{Sockets, Store, StreamId, StreamState};
 
 impl<T> Sockets<T> {
     /// The peer has accepted a connection.
     pub(crate) fn connected(&mut self, id: StreamId) {
         if let Some(conn) = self.get_mut(id) {
             conn.state = StreamState::Connected;
-            self.set_ready(id, ReadyFlag::Connected);
+            self.set_ready(id);
         }
     }
 
@@ -36,7 +36,7 @@ impl<T> Sockets<T> {
         if send {
             self.discard_incomplete_message(id, store);
         }
-        self.set_ready(id, ReadyFlag::PeerShutdown);
+        self.set_ready(id);
     }
 
     /// The flow of a connection has ended; received bytes can still be read.
@@ -46,19 +46,15 @@ impl<T> Sockets<T> {
             return;
         };
         conn.flow = None;
-        let flag = match conn.state {
-            StreamState::Connecting => {
-                // Without an RST: the peer has gone.
-                conn.refused.get_or_insert(RefuseReason::TransportReset);
-                ReadyFlag::Refused
-            }
-            _ => ReadyFlag::Closed,
-        };
+        if conn.state == StreamState::Connecting {
+            // Without an RST: the peer has gone.
+            conn.refused.get_or_insert(RefuseReason::TransportReset);
+        }
         conn.state = if orderly {
             StreamState::Finished
         } else {
             StreamState::Reset
         };
-        self.set_ready(id, flag);
+        self.set_ready(id);
     }
 }

@@ -11,7 +11,6 @@
 
 use super::ids::StreamId;
 use super::message_end::{MessageEnd, cost};
-use super::ready_flags::ReadyFlag;
 use super::received::{HeldBuffer, ReceivedPart, copy_out};
 use super::store::Store;
 use super::{Conn, Sockets};
@@ -117,7 +116,7 @@ impl<T> Sockets<T> {
             store.release(held.token);
         }
         if ends.any() && first {
-            self.set_ready(id, ReadyFlag::Readable);
+            self.set_ready(id);
         }
     }
 

@@ -5,8 +5,7 @@
 //! queue), each identified by a token of the backend. A connection is an ordered list of
 //! [`ReceivedPart`]s: held buffers and copies. `parts` stores and reads them, `messages` adds
 //! message boundaries, `lent` manages leases, `bounds` limits the number and age of held buffers,
-//! `ready_flags` reports readiness, `room` tracks connections
-//! that wait to send. This file adds and removes connections. The types of which the table consists
+//! `readiness` reports changed connections, `room` tracks connections that wait to send. This file adds and removes connections. The types of which the table consists
 //! are in `ids`, `received`, `lent_entry` and `pool`; `store` is what it asks of the backend.
 //!
 //! # Invariants
@@ -26,7 +25,7 @@ mod message_end;
 mod messages;
 mod parts;
 mod pool;
-mod ready_flags;
+mod readiness;
 mod received;
 mod room;
 mod store;
@@ -48,7 +47,6 @@ use lent_entry::LentEntry;
 pub(crate) use message_end::MessageEnd;
 pub(crate) use messages::MessageRead;
 use pool::Pool;
-pub(crate) use ready_flags::ReadyFlag;
 pub(crate) use received::{HeldBuffer, Messages, ReceivedPart};
 pub(crate) use room::Waiters;
 pub(crate) use store::Store;
@@ -58,8 +56,8 @@ pub(crate) use store::Store;
 pub(crate) struct Conn<T> {
     generation: u32,
     used: bool,
-    /// One bit for each pending [`ReadyFlag`].
-    ready_flags: u8,
+    /// Its readiness has changed and was not reported.
+    ready: bool,
     /// The index is in the ready list. Outlives the connection, so that an index is never listed
     /// twice.
     listed: bool,
@@ -114,7 +112,7 @@ pub(crate) struct Conn<T> {
 pub(crate) struct Sockets<T> {
     conns: Vec<Conn<T>>,
     free: Vec<u32>,
-    /// Indices with pending ready flags, oldest first; at most one entry for each connection.
+    /// Indices of connections whose readiness has changed, oldest first; at most one entry for each.
     ready_list: VecDeque<u32>,
     pools: Vec<Pool>,
     hold: Duration,
@@ -189,7 +187,7 @@ impl<T> Sockets<T> {
     }
 
     /// Adds an internal connection for the datagrams that one socket receives in buffers of `pool`:
-    /// each delivery is one part and sets no ready flag.
+    /// each delivery is one part and does not make it ready.
     pub(crate) fn insert_datagrams(&mut self, pool: u32, local: Address) -> StreamId {
         let id = self.add(pool, None, StreamState::Connected, local, local);
         if let Some(conn) = self.get_mut(id) {
@@ -211,7 +209,7 @@ impl<T> Sockets<T> {
         let conn = Conn {
             generation: 0,
             used: true,
-            ready_flags: 0,
+            ready: false,
             listed: false,
             pool,
             flow,
@@ -263,7 +261,7 @@ impl<T> Sockets<T> {
         if let Some(conn) = self.get_mut(id) {
             debug_assert_eq!(conn.copied, 0, "copies still counted in the pool");
             conn.used = false;
-            conn.ready_flags = 0;
+            conn.ready = false;
             conn.flow = None;
             // An idle connection owns no memory; a free entry must not either.
             conn.parts = VecDeque::new();

@@ -3,7 +3,6 @@
 use super::ids::StreamId;
 use super::message_end::{MessageEnd, cost};
 use super::messages::MessageRead;
-use super::ready_flags::ReadyFlag;
 use super::received::{HeldBuffer, ReceivedPart, copy_out};
 use super::store::Store;
 use super::{Conn, Sockets};
@@ -79,7 +78,7 @@ impl<T> Sockets<T> {
             return self.discard(id, held, store);
         }
         if conn.unread < conn.low_water as usize {
-            self.set_ready(id, ReadyFlag::Readable);
+            self.set_ready(id);
         }
         let Some(conn) = self.conns.get_mut(id.index as usize) else {
             return;

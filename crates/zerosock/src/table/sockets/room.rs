@@ -7,7 +7,7 @@
 
 use zerosock_proto::vsock::FlowId;
 
-use super::{ReadyFlag, Sockets, StreamId, StreamState};
+use super::{Sockets, StreamId, StreamState};
 use crate::table::transfers::SendFault;
 
 /// Entries of closed connections that may stay in the list before it is searched for them.
@@ -64,7 +64,7 @@ impl<T> Sockets<T> {
     pub(crate) fn set_writable(&mut self, id: StreamId) {
         if let Some(conn) = self.get_mut(id) {
             conn.wants_room = false;
-            self.set_ready(id, ReadyFlag::Writable);
+            self.set_ready(id);
         }
     }
 

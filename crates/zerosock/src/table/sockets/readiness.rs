@@ -1,38 +1,28 @@
-//! The ready flags of connections: which changes of readiness are not reported yet.
+//! The connections with changed readiness.
 
 use super::{Sockets, StreamId};
 
-/// A change of readiness.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum ReadyFlag {
-    Connected = 0,
-    Readable = 1,
-    PeerShutdown = 2,
-    Writable = 3,
-    Refused = 4,
-    Closed = 5,
-}
-
 impl<T> Sockets<T> {
-    /// Sets a ready flag of a connection.
+    /// Reports a connection once more: bytes or an end of stream arrived, room became available, a
+    /// connect completed or failed, or the connection has ended.
     #[inline]
-    pub(crate) fn set_ready(&mut self, id: StreamId, flag: ReadyFlag) {
+    pub(crate) fn set_ready(&mut self, id: StreamId) {
         let Some(conn) = self.get_mut(id) else {
             return;
         };
-        conn.ready_flags |= 1 << flag as u8;
+        conn.ready = true;
         if !std::mem::replace(&mut conn.listed, true) {
             self.ready_list.push_back(id.index);
         }
     }
 
-    /// Returns the next connection with ready flags and clears all of them.
+    /// Returns the next connection whose readiness has changed since it was last returned.
     pub(crate) fn next_ready(&mut self) -> Option<StreamId> {
         loop {
             let index = self.ready_list.pop_front()?;
             let conn = self.conns.get_mut(index as usize)?;
             conn.listed = false;
-            if std::mem::take(&mut conn.ready_flags) != 0 && conn.used {
+            if std::mem::take(&mut conn.ready) && conn.used {
                 let generation = conn.generation;
                 return Some(StreamId { index, generation });
             }

@@ -12,7 +12,7 @@
 //! - The packet path does not allocate once its buffers have grown.
 //!
 //! # How to drive it
-//! The driver has no thread. A [`Core`](crate::vsock::hub::Core) calls it through the trait [`Backend`]:
+//! The driver has no thread, and only its drop waits. An endpoint calls it through the trait [`Backend`]:
 //! commands act on the protocol core and the buffers at once, and [`Driver::drive`] receives what the device
 //! sent and returned, and publishes what the commands queued, in one batch. Queued packets become visible to
 //! the device with the next `drive` or `flush`, so that many small packets cost one kick.
@@ -66,6 +66,7 @@ pub use zerosock_proto::vsock::{ConnectError, Directions, ListenError};
 pub use zerosock_proto::wire::vsock::SocketType;
 pub use zerosock_proto::{Address, Cid, Port};
 pub use zerosock_vhost_user::frontend::{Frontend, FrontendError, VringAddr};
+pub use zerosock_virtio::poller::Events;
 
 use crate::table::listeners::Listeners;
 use crate::table::loans::Loans;
@@ -395,19 +396,6 @@ impl Driver {
             queue_pair.rx.request_notifications(false);
             queue_pair.tx.request_notifications(false);
         }
-    }
-
-    /// Sleeps until the device notifies, a timer is due, or `deadline`; returns at once if work
-    /// arrived while arming.
-    pub fn sleep(&mut self, deadline: Option<time::Instant>) -> Result<(), DriverError> {
-        if !self.arm() {
-            let timeout = self.next_due().map(|at| self.wall(at));
-            if self.watch.sleep(earlier(deadline, timeout))? {
-                self.device_gone();
-            }
-        }
-        self.disable_notifications();
-        Ok(())
     }
 
     /// Sends packets of the protocol core while there are slots.

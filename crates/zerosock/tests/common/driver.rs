@@ -4,6 +4,7 @@
 //! methods from one thread, under the names that tests use, and sleeps between turns until a deadline.
 #![allow(dead_code, unreachable_pub, reason = "each program uses its own part")]
 
+use std::io;
 use std::ops::{Deref, DerefMut};
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
@@ -80,6 +81,8 @@ pub struct Driver {
     resets: u64,
     /// The hang-up of the device was returned as an event.
     is_gone: bool,
+    /// What the last wait has returned.
+    events: Events,
 }
 
 impl Deref for Driver {
@@ -115,6 +118,7 @@ impl Driver {
             driver,
             resets: 0,
             is_gone: false,
+            events: Events::default(),
         }
     }
 
@@ -261,6 +265,19 @@ impl Driver {
                 self.sleep(deadline)?;
             }
         }
+    }
+
+    /// Sleeps until the device notifies, a timer is due, or `deadline`; returns at once if work arrived while
+    /// arming, or without a device.
+    fn sleep(&mut self, deadline: Option<Instant>) -> io::Result<()> {
+        if !self.driver.arm() {
+            let until = self.driver.next_timeout().into_iter().chain(deadline).min();
+            let timeout = until.map(|at| at.saturating_duration_since(Instant::now()));
+            self.events.wait(self.driver.fd(), timeout)?;
+            self.driver.handle_events(&self.events);
+        }
+        self.driver.disarm();
+        Ok(())
     }
 
     /// Takes turns and sleeps until `ready` returns a value, or until `deadline` (`Ok(None)`). `ready` is called

@@ -84,7 +84,7 @@ pub use {
         FlatError, FlatMapping, MAX_REGIONS, MapError, Memory, RegionConfig, RetiredRegion,
         TranslateError, Unmapper,
     },
-    slice::{GuestSlice, Piece, PieceBuf, SliceBuf},
+    slice::{GuestSlice, Piece, SliceBuf},
     split::{
         AddError, BrokenReason, Buffer, Chain, ChainFault, DeviceQueue, DriverError, DriverLayout,
         DriverQueue, FixedChain, FrontChain, FrontToken, MAX_QUEUE_SIZE, PopError, QueueConfig,

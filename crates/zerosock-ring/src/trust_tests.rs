@@ -2,7 +2,6 @@
 
 use super::*;
 use crate::memory::RegionConfig;
-use crate::slice::PieceBuf;
 
 /// Two regions that meet at 0x2000.
 fn memory() -> Memory {
@@ -82,48 +81,4 @@ fn pieces_outside_a_memory_give_no_slice() {
     let mut claim = Claim::new(&mem, inside, trust()).unwrap();
     assert_eq!(claim.slice(&other), None);
     assert_eq!(claim.slice_mut(&other), None);
-}
-
-#[test]
-fn a_piece_buf_holds_at_most_four_pieces() {
-    let mem = memory();
-    let five: Vec<Piece> = (0..5)
-        .map(|i| pieces(&mem, 0x1000 + 16 * i, 16)[0])
-        .collect();
-    assert_eq!(PieceBuf::from_pieces(&five), None);
-    assert_eq!(*PieceBuf::from_pieces(&five[1..]).unwrap(), five[1..]);
-    assert_eq!(*PieceBuf::from_pieces(&[]).unwrap(), []);
-    assert_eq!(PieceBuf::default().bytes(), 0);
-}
-
-#[test]
-fn a_part_of_pieces_leaves_out_what_lies_in_front_and_behind() {
-    let mem = memory();
-    let all = [pieces(&mem, 0x1000, 44), pieces(&mem, 0x1ff0, 0x20)].concat();
-    for (offset, len, expected) in [
-        (44, 0x20, vec![(0, 0xff0, 16), (1, 0, 16)]),
-        (44, 16, vec![(0, 0xff0, 16)]),
-        (44, 17, vec![(0, 0xff0, 16), (1, 0, 1)]),
-        (43, 2, vec![(0, 43, 1), (0, 0xff0, 1)]),
-        (61, usize::MAX, vec![(1, 1, 15)]),
-        (76, 1, vec![]),
-        (usize::MAX, usize::MAX, vec![]),
-        (10, 0, vec![]),
-    ] {
-        let part = PieceBuf::from_part(&all, offset, len).unwrap();
-        let expected: Vec<Piece> = expected
-            .into_iter()
-            .map(|(region, offset, len)| Piece {
-                region,
-                len,
-                offset,
-            })
-            .collect();
-        assert_eq!(*part, expected[..], "{len} bytes from {offset}");
-        assert_eq!(part.bytes(), expected.iter().map(|piece| piece.len()).sum());
-    }
-    let six = [all.clone(), all].concat();
-    assert_eq!(PieceBuf::from_part(&six, 0, usize::MAX), None);
-    assert!(PieceBuf::from_part(&six, 44, usize::MAX).is_none());
-    assert!(PieceBuf::from_part(&six, 44, 80).is_some());
 }

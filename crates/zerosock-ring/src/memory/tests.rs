@@ -224,6 +224,7 @@ fn parts_of_slices_stay_inside() {
         (usize::MAX, usize::MAX, 0),
     ] {
         assert_eq!(slice.part(offset, len).len(), expected);
+        assert_eq!(pieces[0].part(offset, len).len(), expected);
     }
     assert_eq!(slice.write(12, &[1; 8]), 4);
     assert_eq!(slice.read(12, &mut [0; 8]), 4);

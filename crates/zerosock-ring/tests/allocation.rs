@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use zerosock_ring::{
-    Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, PopError, QueueConfig, RegionConfig,
-    SliceBuf,
+    Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, Piece, PopError, QueueConfig,
+    RegionConfig, SliceBuf,
 };
 
 struct Counting;
@@ -41,8 +41,43 @@ const DATA: u64 = 0x10_0000;
 const TABLES: u64 = 0x18_0000;
 const LEN: u64 = 0x20_0000;
 
+/// The descriptor holds the address of a table of descriptors.
+const INDIRECT: u16 = 4;
+/// Another descriptor follows.
+const NEXT: u16 = 1;
+/// The device writes the buffer.
+const WRITE: u16 = 2;
+/// Bytes of a descriptor.
+const DESCRIPTOR: u64 = 16;
+
+/// Writes `bytes` at a guest address.
+fn poke(mem: &Memory, pieces: &mut Vec<Piece>, addr: u64, bytes: &[u8]) {
+    pieces.clear();
+    mem.translate(addr, bytes.len() as u32, pieces)
+        .expect("the address is mapped");
+    mem.write(pieces, 0, bytes);
+}
+
+/// Writes tables of 40 buffers of 512 bytes each, which the device writes.
+fn write_tables(mem: &Memory) {
+    let mut pieces = Vec::new();
+    for table in 0..8 {
+        for index in 0..40_u16 {
+            let flags = if index < 39 { WRITE | NEXT } else { WRITE };
+            let rest = 512 | u64::from(flags) << 32 | u64::from(index + 1) << 48;
+            let at = TABLES + table * 1024 + DESCRIPTOR * u64::from(index);
+            poke(mem, &mut pieces, at, &(DATA + 4096).to_le_bytes());
+            poke(mem, &mut pieces, at + 8, &rest.to_le_bytes());
+        }
+    }
+}
+
 /// One round of all operations: direct, long, indirect and malformed chains; out of order; unpop.
-fn round(driver: &mut DriverQueue, device: &mut DeviceQueue, held: &mut Vec<zerosock_ring::Chain>) {
+fn round(
+    driver: &mut DriverQueue,
+    device: &mut DeviceQueue,
+    (held, pieces): (&mut Vec<zerosock_ring::Chain>, &mut Vec<Piece>),
+) {
     let read = Buffer {
         addr: DATA,
         len: 44,
@@ -61,9 +96,14 @@ fn round(driver: &mut DriverQueue, device: &mut DeviceQueue, held: &mut Vec<zero
     for slot in 0..8 {
         driver.add(&[read, write], slot).expect("free descriptors");
         driver.add(&[read; 17], slot).expect("free descriptors");
-        driver
-            .add_indirect(TABLES + slot * 1024, &[write; 40], slot)
-            .expect("free descriptors");
+        let table = Buffer {
+            addr: TABLES + slot * 1024,
+            len: 40 * DESCRIPTOR as u32,
+            writable: false,
+        };
+        let head = driver.add(&[table], slot).expect("free descriptors");
+        let flags = RINGS + DESCRIPTOR * u64::from(head) + 12;
+        poke(device.memory(), pieces, flags, &INDIRECT.to_le_bytes());
         driver.add(&[outside], slot).expect("free descriptors");
     }
     let _ = driver.publish();
@@ -118,16 +158,18 @@ fn a_warm_queue_allocates_nothing() {
         event_idx: true,
         indirect: true,
     };
+    write_tables(&mem);
     let mut device = DeviceQueue::new(mem, &config).expect("a queue");
     let mut held = Vec::with_capacity(256);
+    let mut pieces = Vec::new();
     // A vector grows when it gets the longest chain; it takes a while until all have.
     for _ in 0..100 {
-        round(&mut driver, &mut device, &mut held);
+        round(&mut driver, &mut device, (&mut held, &mut pieces));
     }
     let before = ALLOCATIONS.get();
     assert_ne!(before, 0, "the counter counts");
     for _ in 0..1000 {
-        round(&mut driver, &mut device, &mut held);
+        round(&mut driver, &mut device, (&mut held, &mut pieces));
     }
     assert_eq!(ALLOCATIONS.get() - before, 0);
 }

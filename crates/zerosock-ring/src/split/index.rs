@@ -103,24 +103,20 @@ impl Producer {
         // Pairs with the fence in `Consumer::enable`: either we see its request below, or it sees
         // our index after its own fence and does not sleep.
         fence(Ordering::SeqCst);
-        self.read_request(words, event_idx)
-    }
-
-    /// As `needs_notification`, without a fence, for a consumer that executes a barrier on all
-    /// threads of both processes between its request and its read of the index: then it sees our
-    /// store and our load in program order.
-    #[inline]
-    pub(crate) fn needs_notification_unfenced(
-        &mut self,
-        words: IndexWords<'_>,
-        event_idx: bool,
-    ) -> bool {
-        if self.unchecked == 0 {
-            return false;
+        let count = core::mem::take(&mut self.unchecked);
+        if event_idx {
+            let event_copy = u16::from_le(words.event.load(Ordering::Relaxed));
+            let first = !core::mem::replace(&mut self.request_known, true);
+            // 65536 entries or more pass every event.
+            let old = match u16::try_from(count) {
+                Ok(count) => self.visible.wrapping_sub(count),
+                Err(_) => return true,
+            };
+            first || need_event(event_copy, self.visible, old)
+        } else {
+            let flags_copy = u16::from_le(words.flags.load(Ordering::Relaxed));
+            flags_copy & NO_NOTIFICATION == 0
         }
-        // Pairs with the barrier of `Consumer::enable_with`.
-        core::sync::atomic::compiler_fence(core::sync::atomic::Ordering::SeqCst);
-        self.read_request(words, event_idx)
     }
 
     /// Whether [`publish`](Self::publish) would return true for the present request, after `more`
@@ -138,24 +134,6 @@ impl Producer {
                 return true;
             };
             !self.request_known || need_event(event_copy, next, next.wrapping_sub(count))
-        } else {
-            let flags_copy = u16::from_le(words.flags.load(Ordering::Relaxed));
-            flags_copy & NO_NOTIFICATION == 0
-        }
-    }
-
-    #[inline]
-    fn read_request(&mut self, words: IndexWords<'_>, event_idx: bool) -> bool {
-        let count = core::mem::take(&mut self.unchecked);
-        if event_idx {
-            let event_copy = u16::from_le(words.event.load(Ordering::Relaxed));
-            let first = !core::mem::replace(&mut self.request_known, true);
-            // 65536 entries or more pass every event.
-            let old = match u16::try_from(count) {
-                Ok(count) => self.visible.wrapping_sub(count),
-                Err(_) => return true,
-            };
-            first || need_event(event_copy, self.visible, old)
         } else {
             let flags_copy = u16::from_le(words.flags.load(Ordering::Relaxed));
             flags_copy & NO_NOTIFICATION == 0
@@ -270,8 +248,15 @@ impl Consumer {
     /// notification will come for them.
     #[inline]
     pub(crate) fn enable(&mut self, words: IndexWords<'_>, event_idx: bool) -> bool {
+        if event_idx {
+            words.event.store(self.next.to_le(), Ordering::Relaxed);
+        } else {
+            words.flags.store(0, Ordering::Relaxed);
+        }
         // Pairs with the fence in `Producer::needs_notification`.
-        self.enable_with(words, event_idx, || fence(Ordering::SeqCst))
+        fence(Ordering::SeqCst);
+        // Only compared: `available` reads it again and checks it before anything is taken.
+        u16::from_le(words.index.load(Ordering::Acquire)) != self.next
     }
 
     /// As `enable`, but requests a notification only when `more` further entries are there as well.
@@ -292,26 +277,8 @@ impl Consumer {
         // Pairs with the fence in `Producer::needs_notification`: either it sees the event above,
         // or we see an index that has passed the event.
         fence(Ordering::SeqCst);
-        // Only compared, as in `enable_with`. `available` reports an invalid index.
+        // Only compared, as in `enable`. `available` reports an invalid index.
         let index_copy = u16::from_le(words.index.load(Ordering::Acquire));
         index_copy.wrapping_sub(self.next) > more
-    }
-
-    /// As `enable`, with another barrier instead of the fence.
-    #[inline]
-    pub(crate) fn enable_with(
-        &mut self,
-        words: IndexWords<'_>,
-        event_idx: bool,
-        barrier: impl FnOnce(),
-    ) -> bool {
-        if event_idx {
-            words.event.store(self.next.to_le(), Ordering::Relaxed);
-        } else {
-            words.flags.store(0, Ordering::Relaxed);
-        }
-        barrier();
-        // Only compared: `available` reads it again and checks it before anything is taken.
-        u16::from_le(words.index.load(Ordering::Acquire)) != self.next
     }
 }

@@ -213,11 +213,6 @@ impl Descriptor {
         Descriptor::from_words([(value as u64).to_le(), ((value >> 64) as u64).to_le()])
     }
 
-    pub(crate) fn to_bytes(self) -> [u8; DESC_LEN] {
-        let [addr, rest] = self.to_words().map(u64::from_le);
-        (u128::from(addr) | u128::from(rest) << 64).to_le_bytes()
-    }
-
     #[inline]
     pub(crate) fn has(self, flag: u16) -> bool {
         self.flags & flag != 0

@@ -37,19 +37,6 @@ impl DeviceQueue {
         }
     }
 
-    /// As [`publish`](Self::publish), without the fence: correct only for a driver that requests
-    /// notifications by [`DriverQueue::enable_notifications_with`] and a barrier that includes this
-    /// process. A concurrent request of another driver would be missed.
-    ///
-    /// [`DriverQueue::enable_notifications_with`]: crate::DriverQueue::enable_notifications_with
-    #[must_use = "the driver may wait for a notification"]
-    #[inline]
-    pub fn publish_unfenced(&mut self) -> bool {
-        self.publish_without_notify();
-        self.used
-            .needs_notification_unfenced(self.rings.used_words(), self.config.event_idx)
-    }
-
     /// Informs the driver that kicks are not needed.
     #[inline]
     pub fn disable_notifications(&mut self) {
@@ -71,20 +58,6 @@ impl DeviceQueue {
         let more = self
             .avail
             .enable(self.rings.avail_words(), self.config.event_idx);
-        self.log_request();
-        more && self.broken.is_none()
-    }
-
-    /// As [`enable_notifications`](Self::enable_notifications), with a barrier of the caller
-    /// instead of the fence, one that includes the driver's process (membarrier(2), with both
-    /// registered): the driver can then use `publish_unfenced`.
-    #[must_use = "no kick follows for chains that were made available before"]
-    #[inline]
-    pub fn enable_notifications_with(&mut self, barrier: impl FnOnce()) -> bool {
-        let words = self.rings.avail_words();
-        let more = self
-            .avail
-            .enable_with(words, self.config.event_idx, barrier);
         self.log_request();
         more && self.broken.is_none()
     }

@@ -6,15 +6,16 @@
 //!   may have written.
 //! - A used element is valid only if it names a posted chain.
 
+#[cfg(test)]
+mod indirect_tests;
 mod types;
 
 use std::sync::Arc;
 
 use super::index::{Consumer, IndexJump, Producer};
-use super::layout::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_LEN, Descriptor, DriverLayout, QueueError};
+use super::layout::{DESC_F_NEXT, Descriptor, DriverLayout, QueueError};
 use super::rings::{Addresses, Rings};
 use crate::memory::Memory;
-use crate::slice::Piece;
 use crate::sync::Ordering;
 
 pub use self::types::{AddError, Buffer, DriverError, FixedChain, Used};
@@ -80,8 +81,6 @@ pub struct DriverQueue {
     /// Chains that the device has returned.
     returned: u64,
     broken: Option<DriverError>,
-    /// Pieces of the indirect table being written.
-    table: Vec<Piece>,
     /// The available ring's entries as last written.
     avail_cache: Vec<u16>,
 }
@@ -154,7 +153,6 @@ impl DriverQueue {
             published: 0,
             returned: 0,
             broken: None,
-            table: Vec::new(),
             avail_cache: vec![0; usize::from(layout.size)],
         })
     }
@@ -171,8 +169,7 @@ impl DriverQueue {
         self.rings.size()
     }
 
-    /// Free descriptors. Every buffer of [`add`](Self::add) takes one until its chain is returned,
-    /// every [`add_indirect`](Self::add_indirect) one.
+    /// Free descriptors. Every buffer of [`add`](Self::add) takes one until its chain is returned.
     #[inline]
     pub fn free(&self) -> u16 {
         self.free
@@ -185,45 +182,25 @@ impl DriverQueue {
     /// [`AddError`]; nothing was posted.
     #[inline]
     pub fn add(&mut self, buffers: &[Buffer], token: u64) -> Result<u16, AddError> {
-        self.add_mixed(buffers, None, token)
+        let writable_len = self.check(buffers)?;
+        let descriptors = buffers.iter().map(|buffer| buffer.descriptor());
+        // At most the size, so it fits.
+        self.add_chain(buffers.len() as u16, writable_len, descriptors, token)
     }
 
-    /// As [`add`](Self::add), through an indirect table of `16 * buffers.len()` bytes that is
-    /// written to `table_guest_addr` and must stay until the chain is returned. Only after
-    /// VIRTIO_F_INDIRECT_DESC was negotiated.
-    ///
-    /// # Errors
-    /// [`AddError`]; nothing was posted.
+    /// Posts a chain of `count` descriptors, of which the device may write `writable_len` bytes.
     #[inline]
-    pub fn add_indirect(
+    fn add_chain(
         &mut self,
-        table_guest_addr: u64,
-        buffers: &[Buffer],
+        count: u16,
+        writable_len: u32,
+        descriptors: impl Iterator<Item = Descriptor>,
         token: u64,
     ) -> Result<u16, AddError> {
-        self.add_mixed(&[], Some((table_guest_addr, buffers)), token)
-    }
-
-    /// Adds a chain of descriptors and optionally an indirect table: every valid form (2.7.5.3.2).
-    pub(super) fn add_mixed(
-        &mut self,
-        direct: &[Buffer],
-        indirect: Option<(u64, &[Buffer])>,
-        token: u64,
-    ) -> Result<u16, AddError> {
-        let rest = indirect.map_or(&[][..], |(_, buffers)| buffers);
-        let writable_len = self.check(direct, rest)?;
-        // At most the size, so it fits; `rest` is not empty if there is a table.
-        let count = (direct.len() + usize::from(indirect.is_some())) as u16;
         if count > self.free {
             return Err(AddError::Full);
         }
-        let table = match indirect {
-            None => None,
-            Some((addr, buffers)) => Some(self.write_table(addr, buffers)?),
-        };
-        let buffers = direct.iter().map(|buffer| buffer.descriptor());
-        let head = self.write_chain(count, buffers.chain(table));
+        let head = self.write_chain(count, descriptors);
         if let Some(slot) = self.slots.get_mut(usize::from(head)) {
             *slot = Slot {
                 next: slot.next,
@@ -245,7 +222,7 @@ impl DriverQueue {
     /// # Errors
     /// [`AddError`], as for [`add`](Self::add); no descriptor was taken.
     pub fn set_chain(&mut self, buffers: &[Buffer], token: u64) -> Result<FixedChain, AddError> {
-        let writable_len = self.check(buffers, &[])?;
+        let writable_len = self.check(buffers)?;
         // At most the size, so it fits.
         let count = buffers.len() as u16;
         if count > self.free {
@@ -364,17 +341,16 @@ impl DriverQueue {
     }
 
     /// Checks that the buffers make a valid chain; returns its writable length.
-    fn check(&self, direct: &[Buffer], rest: &[Buffer]) -> Result<u32, AddError> {
-        let count = direct.len() + rest.len();
-        if count == 0 {
+    fn check(&self, buffers: &[Buffer]) -> Result<u32, AddError> {
+        if buffers.is_empty() {
             return Err(AddError::Empty);
         }
-        if count > usize::from(self.size()) {
+        if buffers.len() > usize::from(self.size()) {
             return Err(AddError::TooLong);
         }
         let mut total = 0u32;
         let mut writable_len = 0;
-        for buffer in direct.iter().chain(rest) {
+        for buffer in buffers {
             if buffer.len == 0 {
                 return Err(AddError::Empty);
             }
@@ -386,29 +362,6 @@ impl DriverQueue {
             }
         }
         Ok(writable_len)
-    }
-
-    fn write_table(&mut self, addr: u64, buffers: &[Buffer]) -> Result<Descriptor, AddError> {
-        // At most the queue size of them: the product fits.
-        let len = (DESC_LEN * buffers.len()) as u32;
-        let mem = self.rings.memory();
-        self.table.clear();
-        mem.translate(addr, len, &mut self.table)
-            .map_err(|_| AddError::Table)?;
-        for (index, buffer) in buffers.iter().enumerate() {
-            let mut descriptor = buffer.descriptor();
-            if index + 1 < buffers.len() {
-                descriptor.flags |= DESC_F_NEXT;
-                descriptor.next = (index + 1) as u16;
-            }
-            mem.write(&self.table, DESC_LEN * index, &descriptor.to_bytes());
-        }
-        Ok(Descriptor {
-            addr,
-            len,
-            flags: DESC_F_INDIRECT,
-            next: 0,
-        })
     }
 
     /// Makes all added chains visible to the device. True: kick it. With event index the first
@@ -511,19 +464,6 @@ impl DriverQueue {
         self.avail.make_visible(self.rings.avail_words());
     }
 
-    /// As [`publish`](Self::publish), without the fence: correct only for a device that requests
-    /// kicks by [`DeviceQueue::enable_notifications_with`] and a barrier that includes this
-    /// process. A concurrent request of another device would be missed.
-    ///
-    /// [`DeviceQueue::enable_notifications_with`]: crate::DeviceQueue::enable_notifications_with
-    #[must_use = "the device may wait for a kick"]
-    #[inline]
-    pub fn publish_unfenced(&mut self) -> bool {
-        self.publish_without_notify();
-        self.avail
-            .needs_notification_unfenced(self.rings.avail_words(), self.event_idx)
-    }
-
     /// Whether [`poll`](Self::poll) would return a chain or an error: one load, nothing is checked
     /// or changed. For callers that spin.
     #[inline]
@@ -554,16 +494,5 @@ impl DriverQueue {
     pub fn enable_notifications_after(&mut self, more: u16) -> bool {
         let words = self.rings.used_words();
         self.used.enable_after(words, self.event_idx, more) && self.broken.is_none()
-    }
-
-    /// As [`enable_notifications`](Self::enable_notifications), with a barrier of the caller
-    /// instead of the fence, one that includes the device's process (membarrier(2), with both
-    /// registered): the device can then use `publish_unfenced`.
-    #[must_use = "no notification follows for chains that were returned before"]
-    #[inline]
-    pub fn enable_notifications_with(&mut self, barrier: impl FnOnce()) -> bool {
-        self.used
-            .enable_with(self.rings.used_words(), self.event_idx, barrier)
-            && self.broken.is_none()
     }
 }

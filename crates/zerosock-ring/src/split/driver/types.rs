@@ -44,9 +44,6 @@ pub enum AddError {
     /// More than 2^32 - 1 bytes (2.7.5.2).
     #[error("chain of more than 2^32 - 1 bytes")]
     TotalLength,
-    /// The indirect table does not lie in memory.
-    #[error("indirect table does not lie in memory")]
-    Table,
     /// A part of a fixed chain that is longer than its buffer.
     #[error("part of a fixed chain is longer than its buffer")]
     TooMuch,

@@ -15,7 +15,7 @@ use std::time::Instant as Clock;
 use zerosock_proto::vsock::{
     Disposition, Event, FlowId, PortTable, Reservation, ReserveError, Shard, ShardConfig,
 };
-use zerosock_proto::wire::vsock::{HEADER_LEN, Packet, Repr, SocketType};
+use zerosock_proto::wire::vsock::{HEADER_LEN, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Instant, Port};
 
 const NOW: Instant = Instant::ZERO;
@@ -110,8 +110,7 @@ fn emit(reprs: &mut Vec<Repr>, headers: &mut Headers) {
 #[inline(never)]
 fn parse(headers: &[[u8; HEADER_LEN]], reprs: &mut Vec<Repr>) {
     for header in headers {
-        let packet = Packet::new_checked(header.as_slice()).unwrap();
-        reprs.push(Repr::parse(&packet).unwrap());
+        reprs.push(Repr::parse(header).unwrap());
     }
 }
 
@@ -162,11 +161,8 @@ fn sender_at_once(shard: &mut Shard, flow: FlowId, len: u32, headers: &mut Heade
 
 /// One packet through the whole receiver except `consume`.
 #[inline(always)]
-fn take(shard: &mut Shard, header: &[u8]) -> (FlowId, u32) {
-    let Ok(packet) = Packet::new_checked(header) else {
-        panic!("short")
-    };
-    let Ok(repr) = Repr::parse(&packet) else {
+fn take(shard: &mut Shard, header: &[u8; HEADER_LEN]) -> (FlowId, u32) {
+    let Ok(repr) = Repr::parse(header) else {
         panic!("malformed")
     };
     match shard.handle_packet(NOW, &repr) {
@@ -309,7 +305,7 @@ fn main() {
         "  Shard::reserve",
         "  Shard::commit",
         "  Repr::emit",
-        "  Packet::new_checked, Repr::parse",
+        "  Repr::parse",
         "  Shard::handle_packet",
         "  Shard::consume",
         "  credit announced and requested, both sides",

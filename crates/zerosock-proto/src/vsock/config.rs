@@ -19,57 +19,20 @@ pub enum Role {
     },
 }
 
-/// A sorted set of CIDs.
-#[derive(Clone, Eq, PartialEq, Debug, Default)]
-pub struct CidSet(Box<[Cid]>);
-
-impl CidSet {
-    /// Whether `cid` is in the set.
-    pub fn contains(&self, cid: Cid) -> bool {
-        self.0.binary_search(&cid).is_ok()
-    }
-
-    /// The CIDs in ascending order.
-    pub fn as_slice(&self) -> &[Cid] {
-        &self.0
-    }
-}
-
-impl FromIterator<Cid> for CidSet {
-    fn from_iter<I: IntoIterator<Item = Cid>>(cids: I) -> CidSet {
-        let mut cids: Vec<Cid> = cids.into_iter().collect();
-        cids.sort_unstable();
-        cids.dedup();
-        CidSet(cids.into_boxed_slice())
-    }
-}
-
 /// The destination CIDs for which a device answers.
-#[derive(Clone, Eq, PartialEq, Debug, Default)]
+#[derive(Copy, Clone, Eq, PartialEq, Debug, Default)]
 pub enum LocalCids {
     /// The host's only.
     #[default]
     HostOnly,
-    /// The host's and those of siblings behind this device.
-    HostAnd(CidSet),
     /// All: the caller decides by the events, and rejects connections to CIDs that do not exist.
     All,
 }
 
 impl LocalCids {
-    /// The host's and `cids`.
-    pub fn host_and<I: IntoIterator<Item = Cid>>(cids: I) -> LocalCids {
-        LocalCids::HostAnd(cids.into_iter().collect())
-    }
-
     /// Whether the device accepts packets to `cid`.
-    pub fn contains(&self, cid: Cid) -> bool {
-        match self {
-            _ if cid == Cid::HOST => true,
-            LocalCids::HostOnly => false,
-            LocalCids::HostAnd(set) => set.contains(cid),
-            LocalCids::All => true,
-        }
+    pub fn contains(self, cid: Cid) -> bool {
+        self == LocalCids::All || cid == Cid::HOST
     }
 }
 

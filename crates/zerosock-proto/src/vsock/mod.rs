@@ -15,7 +15,7 @@ pub mod pairs;
 pub mod ports;
 pub mod state;
 
-pub use config::{CidSet, LocalCids, Role, ShardConfig};
+pub use config::{LocalCids, Role, ShardConfig};
 pub use connection::{FlowInfo, MessageReservation, Reservation};
 pub use credit::SMALL_PACKET;
 pub use endpoint::{

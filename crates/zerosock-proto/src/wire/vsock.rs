@@ -1,11 +1,17 @@
 //! The virtio-vsock header: 44 bytes, packed, little-endian (virtio 1.2, 5.10.6).
 //!
-//! [`Packet`] reads and writes fields at their offsets and checks nothing about them. The rest of
-//! the crate works with [`Repr`]: both CIDs have 32 bits and `len` is at most [`MAX_PAYLOAD`].
+//! | bytes | field | | bytes | field |
+//! |---|---|---|---|---|
+//! | 0..8 | `src_cid` | | 28..30 | `type` |
+//! | 8..16 | `dst_cid` | | 30..32 | `op` |
+//! | 16..20 | `src_port` | | 32..36 | `flags` |
+//! | 20..24 | `dst_port` | | 36..40 | `buf_alloc` |
+//! | 24..28 | `len` | | 40..44 | `fwd_cnt` |
+//!
+//! A [`Repr`] is a valid header: both CIDs have 32 bits and `len` is at most [`MAX_PAYLOAD`].
 //! Unknown types and operations survive parsing, because the reset rules answer them.
 
 use core::fmt;
-use core::ops::Range;
 
 use crate::addr::{Address, Cid, Port};
 
@@ -23,22 +29,6 @@ pub const SHUTDOWN_SEND: u32 = 1 << 1;
 pub const SEQ_EOM: u32 = 1 << 0;
 /// RW on SEQPACKET, bit 1: the last packet of a record (`MSG_EOR`).
 pub const SEQ_EOR: u32 = 1 << 1;
-
-/// Offsets of the fields.
-mod field {
-    use core::ops::Range;
-
-    pub(super) const SRC_CID: Range<usize> = 0..8;
-    pub(super) const DST_CID: Range<usize> = 8..16;
-    pub(super) const SRC_PORT: Range<usize> = 16..20;
-    pub(super) const DST_PORT: Range<usize> = 20..24;
-    pub(super) const LEN: Range<usize> = 24..28;
-    pub(super) const TYPE: Range<usize> = 28..30;
-    pub(super) const OP: Range<usize> = 30..32;
-    pub(super) const FLAGS: Range<usize> = 32..36;
-    pub(super) const BUF_ALLOC: Range<usize> = 36..40;
-    pub(super) const FWD_CNT: Range<usize> = 40..44;
-}
 
 /// The known socket types.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
@@ -205,116 +195,6 @@ impl fmt::Display for WireOp {
     }
 }
 
-/// A header over bytes; only its length is checked.
-#[derive(Copy, Clone, Debug)]
-pub struct Packet<T: AsRef<[u8]>> {
-    buffer: T,
-}
-
-/// The bytes are fewer than [`HEADER_LEN`].
-#[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
-#[error("a vsock header has 44 bytes, not {0}")]
-pub struct Truncated(pub usize);
-
-impl<T: AsRef<[u8]>> Packet<T> {
-    /// [`Truncated`] if the buffer is shorter than a header.
-    ///
-    /// # Errors
-    /// [`Truncated`] when it is not all there.
-    #[inline]
-    pub fn new_checked(buffer: T) -> Result<Packet<T>, Truncated> {
-        match buffer.as_ref().len() {
-            len if len < HEADER_LEN => Err(Truncated(len)),
-            _ => Ok(Packet { buffer }),
-        }
-    }
-
-    /// Returns the bytes.
-    pub fn into_inner(self) -> T {
-        self.buffer
-    }
-
-    /// The header as one array, so that field access needs no bounds check.
-    #[inline]
-    fn header(&self) -> &[u8; HEADER_LEN] {
-        // `new_checked` has checked the length; a `T` that returns fewer bytes now reads as zeros.
-        self.buffer
-            .as_ref()
-            .first_chunk()
-            .unwrap_or(&[0; HEADER_LEN])
-    }
-
-    /// The sender's CID, all 64 bits of it.
-    #[inline]
-    pub fn src_cid(&self) -> u64 {
-        u64::from_le_bytes(bytes(self.header(), field::SRC_CID))
-    }
-
-    /// The receiver's CID, all 64 bits of it.
-    #[inline]
-    pub fn dst_cid(&self) -> u64 {
-        u64::from_le_bytes(bytes(self.header(), field::DST_CID))
-    }
-
-    /// The sender's port.
-    #[inline]
-    pub fn src_port(&self) -> u32 {
-        u32::from_le_bytes(bytes(self.header(), field::SRC_PORT))
-    }
-
-    /// The receiver's port.
-    #[inline]
-    pub fn dst_port(&self) -> u32 {
-        u32::from_le_bytes(bytes(self.header(), field::DST_PORT))
-    }
-
-    /// Payload bytes behind the header, as the sender claims.
-    #[inline]
-    pub fn payload_len(&self) -> u32 {
-        u32::from_le_bytes(bytes(self.header(), field::LEN))
-    }
-
-    /// The kind of socket.
-    #[inline]
-    pub fn socket_type(&self) -> WireType {
-        WireType(u16::from_le_bytes(bytes(self.header(), field::TYPE)))
-    }
-
-    /// The operation.
-    #[inline]
-    pub fn op(&self) -> WireOp {
-        WireOp(u16::from_le_bytes(bytes(self.header(), field::OP)))
-    }
-
-    /// Flags; what they mean depends on type and operation.
-    #[inline]
-    pub fn flags(&self) -> u32 {
-        u32::from_le_bytes(bytes(self.header(), field::FLAGS))
-    }
-
-    /// The size of the sender's receive buffer, in bytes.
-    #[inline]
-    pub fn buf_alloc(&self) -> u32 {
-        u32::from_le_bytes(bytes(self.header(), field::BUF_ALLOC))
-    }
-
-    /// Bytes that the sender has received and consumed, free-running.
-    #[inline]
-    pub fn fwd_cnt(&self) -> u32 {
-        u32::from_le_bytes(bytes(self.header(), field::FWD_CNT))
-    }
-}
-
-/// A field of a header. The range is a constant, so it is known to be within the header.
-#[inline]
-fn bytes<const N: usize>(header: &[u8; HEADER_LEN], field: Range<usize>) -> [u8; N] {
-    let mut bytes = [0; N];
-    if let Some(source) = header.get(field) {
-        bytes.copy_from_slice(source);
-    }
-    bytes
-}
-
 /// A valid header.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct Repr {
@@ -353,26 +233,13 @@ impl Repr {
     /// # Errors
     /// [`ParseError`]: the peer is at fault and gets no answer.
     #[inline]
-    pub fn parse<T: AsRef<[u8]>>(packet: &Packet<T>) -> Result<Repr, ParseError> {
-        // Reads the bytes once, with one branch for all faults.
-        let packet = Packet {
-            buffer: *packet.header(),
+    pub fn parse(header: &[u8; HEADER_LEN]) -> Result<Repr, ParseError> {
+        let word = |index| match header.as_chunks().0.get(index) {
+            Some(bytes) => u64::from_le_bytes(*bytes),
+            None => 0,
         };
-        let (src, dst, len) = (packet.src_cid(), packet.dst_cid(), packet.payload_len());
-        if (src | dst) > u64::from(u32::MAX) || len > MAX_PAYLOAD {
-            return Err(Repr::fault(src, dst, len));
-        }
-        Ok(Repr {
-            // Both fit: it was just seen.
-            src: Address::new(Cid::new(src as u32), Port::new(packet.src_port())),
-            dst: Address::new(Cid::new(dst as u32), Port::new(packet.dst_port())),
-            len,
-            socket_type: packet.socket_type(),
-            op: packet.op(),
-            flags: packet.flags(),
-            buf_alloc: packet.buf_alloc(),
-            fwd_cnt: packet.fwd_cnt(),
-        })
+        let last = *header.last_chunk().unwrap_or(&[0; 4]);
+        Repr::from_words(core::array::from_fn(word), u32::from_le_bytes(last))
     }
 
     /// As [`parse`](Self::parse), for a header read as five little-endian words and a last half
@@ -431,16 +298,12 @@ impl Repr {
     /// Writes the header.
     #[inline]
     pub fn emit(&self, buffer: &mut [u8; HEADER_LEN]) {
-        buffer[field::SRC_CID].copy_from_slice(&u64::from(self.src.cid.get()).to_le_bytes());
-        buffer[field::DST_CID].copy_from_slice(&u64::from(self.dst.cid.get()).to_le_bytes());
-        buffer[field::SRC_PORT].copy_from_slice(&self.src.port.get().to_le_bytes());
-        buffer[field::DST_PORT].copy_from_slice(&self.dst.port.get().to_le_bytes());
-        buffer[field::LEN].copy_from_slice(&self.len.to_le_bytes());
-        buffer[field::TYPE].copy_from_slice(&self.socket_type.get().to_le_bytes());
-        buffer[field::OP].copy_from_slice(&self.op.get().to_le_bytes());
-        buffer[field::FLAGS].copy_from_slice(&self.flags.to_le_bytes());
-        buffer[field::BUF_ALLOC].copy_from_slice(&self.buf_alloc.to_le_bytes());
-        buffer[field::FWD_CNT].copy_from_slice(&self.fwd_cnt.to_le_bytes());
+        let (words, last) = self.to_words();
+        let (buffer, rest) = buffer.as_chunks_mut();
+        for (bytes, word) in buffer.iter_mut().zip(words) {
+            *bytes = word.to_le_bytes();
+        }
+        rest.copy_from_slice(&last.to_le_bytes());
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use rustix::event::{EventfdFlags, eventfd};
 use zerosock_proto::vsock::datagram::DGRAM_EOM;
-use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Packet, Repr, SEQ_EOM, SocketType};
+use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr, SEQ_EOM, SocketType};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::{
     Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig,
@@ -184,7 +184,7 @@ impl Guest {
             let mut pieces = Vec::new();
             self.memory.translate(addr, BUFFER, &mut pieces).unwrap();
             let bytes = self.memory.read_array::<HEADER_LEN>(&pieces, 0).unwrap();
-            let header = Repr::parse(&Packet::new_checked(&bytes[..]).unwrap()).unwrap();
+            let header = Repr::parse(&bytes).unwrap();
             let read = self.read.entry(header.dst.port.get()).or_default();
             *read = read.wrapping_add(header.len);
             all.push(header);

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_proto::vsock::pairs::{rx_queue, tx_queue};
-use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Packet, Repr, SocketType};
+use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::{Chain, DeviceQueue, Memory, QueueConfig};
 
@@ -132,7 +132,7 @@ fn header(queue: &DeviceQueue, chain: &Chain) -> Repr {
         .memory()
         .read_array::<HEADER_LEN>(chain.readable(), 0)
         .unwrap();
-    Repr::parse(&Packet::new_checked(&bytes[..]).unwrap()).unwrap()
+    Repr::parse(&bytes).unwrap()
 }
 
 impl TestDevice {

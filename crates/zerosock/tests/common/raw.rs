@@ -16,7 +16,7 @@ use zerosock::driver::{Address, Cid, Frontend, FrontendError, Port, VringAddr};
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_proto::vsock::features::F_PAIRS;
 use zerosock_proto::vsock::pairs::{rx_queue, tx_queue};
-use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Packet, Repr, SocketType};
+use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr, SocketType};
 use zerosock_ring::{DriverLayout, Memory, RegionConfig};
 use zerosock_sys::memfd;
 
@@ -375,7 +375,7 @@ impl RawGuest {
         }
         self.post(rx, id);
         self.kick(rx);
-        let header = Repr::parse(&Packet::new_checked(bytes.get(..HEADER_LEN)?).ok()?).unwrap();
+        let header = Repr::parse(bytes.first_chunk()?).unwrap();
         Some((header, bytes[HEADER_LEN..].to_vec()))
     }
 

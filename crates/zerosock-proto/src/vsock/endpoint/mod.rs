@@ -41,7 +41,7 @@ pub use stats::ShardStats;
 
 use self::list::{CONTROL, DATA, EVENTS, List};
 use self::table::Table;
-use super::config::{LocalCids, Role, ShardConfig};
+use super::config::{Role, ShardConfig};
 use super::connection::{Connection, End, FlowInfo, Key};
 use super::credit::Stall;
 use super::flow_id::FlowId;
@@ -299,11 +299,6 @@ impl<S: BuildHasher> Shard<S> {
     /// The current configuration.
     pub fn config(&self) -> &ShardConfig {
         &self.config
-    }
-
-    /// Sets the CIDs for which a device answers. Existing connections stay.
-    pub fn set_local_cids(&mut self, local: LocalCids) {
-        self.config.local = local;
     }
 
     /// Sets the driver's CID, re-read after TRANSPORT_RESET. No effect on a device.

@@ -7,6 +7,7 @@
 //!   cannot shrink.
 //! - [`fd_passing`] sends descriptors over Unix sockets, [`socket_file`] creates Unix sockets with a
 //!   path, [`vsock`] opens kernel vsock sockets ([`vsock_calls`] makes single calls on them for tests).
+//! - [`mailbox`] passes messages to an event loop.
 //! - [`mmsg`] receives and sends many messages with one call.
 //! - [`reaper`] has the threads that close the descriptor of a [`PeerFd`], [`notify`] wakes peers, and
 //!   [`account`] limits the descriptors and memory of each peer.
@@ -26,6 +27,7 @@ pub mod bpf;
 pub mod fd_passing;
 mod kernel_release;
 mod log_limit;
+pub mod mailbox;
 pub mod memfd;
 pub mod mmsg;
 pub mod mounts;

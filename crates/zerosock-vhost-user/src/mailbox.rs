@@ -1,18 +1,15 @@
 //! Messages to the control thread: answers of workers, and requests of other threads.
 //!
-//! An unbounded channel and an eventfd that wakes the control thread. The channel holds at most two
-//! answers for each VM (a command's and `Disconnected`'s), and the few changes that a device makes to
-//! its configuration space, so it stays short.
+//! The mailbox holds at most two answers for each VM (a command's and `Disconnected`'s), and the few
+//! changes that a device makes to its configuration space, so it stays short.
 
 use std::fmt;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rustix::event::{EventfdFlags, eventfd};
-use rustix::io::{read, write};
+use zerosock_sys::mailbox::{Mailbox, Sender};
 
 use crate::liveness::LivenessQuery;
 
@@ -70,59 +67,20 @@ pub(super) enum Mail {
     Shutdown,
 }
 
-/// The sending half.
+/// The sending half of the control thread's mailbox.
 #[derive(Clone, Debug)]
-pub(super) struct MailSender {
-    channel: Sender<Mail>,
-    wake: Arc<OwnedFd>,
-}
+pub(super) struct MailSender(Sender<Mail>);
 
 impl MailSender {
+    /// The mailbox of a control thread, and its first sender.
+    pub(super) fn new() -> io::Result<(MailSender, Mailbox<Mail>)> {
+        let (sender, mailbox) = Mailbox::new()?;
+        Ok((MailSender(sender), mailbox))
+    }
+
     /// Sends and wakes the control thread. Has no effect once that thread has ended.
     pub(super) fn send(&self, mail: Mail) {
-        if self.channel.send(mail).is_ok() {
-            // The counter cannot reach its limit, so this neither blocks nor fails. After the
-            // control thread has ended, the write has no effect.
-            let _ = write(&self.wake, &1u64.to_ne_bytes());
-        }
-    }
-}
-
-/// The receiving half.
-#[derive(Debug)]
-pub(super) struct Mailbox {
-    channel: Receiver<Mail>,
-    wake: Arc<OwnedFd>,
-}
-
-impl Mailbox {
-    /// Makes a mailbox and its first sender.
-    pub(super) fn new() -> io::Result<(Mailbox, MailSender)> {
-        let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
-        let (sender, channel) = mpsc::channel();
-        let sender = MailSender {
-            channel: sender,
-            wake: Arc::clone(&wake),
-        };
-        Ok((Mailbox { channel, wake }, sender))
-    }
-
-    /// Clears the eventfd. Call it before [`next`](Self::next): a message sent after it wakes the
-    /// thread again.
-    pub(super) fn clear(&self) {
-        let mut count = [0; 8];
-        let _ = read(&self.wake, &mut count);
-    }
-
-    /// The next message, or `None` if the channel is empty.
-    pub(super) fn next(&self) -> Option<Mail> {
-        self.channel.try_recv().ok()
-    }
-}
-
-impl AsFd for Mailbox {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.wake.as_fd()
+        let _ = self.0.send(mail);
     }
 }
 
@@ -144,7 +102,7 @@ enum Destination {
     /// One part of a reply that was split.
     Part(Arc<SplitReply>),
     /// A test.
-    Channel(Sender<DeviceReply>),
+    Channel(mpsc::Sender<DeviceReply>),
 }
 
 /// The reply that was split, and the state of its parts.

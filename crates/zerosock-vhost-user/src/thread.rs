@@ -5,8 +5,8 @@
 //! - The thread never waits for a front-end or a worker.
 //! - A connection is not read while its worker has a command, or while a reply is not fully
 //!   written.
-//! - Each connection is served within a budget. Events are level-triggered, so the rest is reported
-//!   again.
+//! - Each connection is served within a budget. Events of sockets are level-triggered, so the rest is
+//!   reported again.
 
 use std::io;
 use std::sync::Arc;
@@ -19,10 +19,11 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventFlags};
 
 use super::VmSpec;
 use super::frontends::{ControlExtension, FrontendRegistry, Token};
-use super::mailbox::{Mail, MailSender, Mailbox};
+use super::mailbox::{Mail, MailSender};
 use super::stats::{ControlStats, Counters, FaultCounts};
 use super::vm::Vm;
 use crate::liveness::LivenessQuery;
+use zerosock_sys::mailbox::Mailbox;
 
 /// How long `shutdown` waits for workers' answers.
 const SHUTDOWN_LIMIT: Duration = Duration::from_secs(5);
@@ -53,7 +54,7 @@ impl Control {
         vms: Vec<VmSpec>,
         extension: Option<Box<dyn ControlExtension>>,
     ) -> io::Result<Control> {
-        let (mailbox, mail) = Mailbox::new()?;
+        let (mail, mailbox) = MailSender::new()?;
         let dynamic_counters: Arc<Counters> = Arc::default();
         let mut reactor = Reactor::new(
             mailbox,
@@ -129,7 +130,7 @@ impl Drop for Control {
 /// The state of the control thread.
 struct Reactor {
     frontends: FrontendRegistry,
-    mailbox: Mailbox,
+    mailbox: Mailbox<Mail>,
     extension: Option<Box<dyn ControlExtension>>,
     /// Set on shutdown: the time at which the thread ends even if workers have not answered.
     ending: Option<Instant>,
@@ -137,13 +138,14 @@ struct Reactor {
 
 impl Reactor {
     fn new(
-        mailbox: Mailbox,
+        mailbox: Mailbox<Mail>,
         mail: MailSender,
         dynamic_counters: Arc<Counters>,
         extension: Option<Box<dyn ControlExtension>>,
     ) -> io::Result<Reactor> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
-        epoll::add(&epoll, &mailbox, Token::Mail.encode(), EventFlags::IN)?;
+        let edges = EventFlags::IN | EventFlags::ET;
+        epoll::add(&epoll, mailbox.fd(), Token::Mail.encode(), edges)?;
         let mut reactor = Reactor {
             frontends: FrontendRegistry::new(epoll, mail, dynamic_counters),
             mailbox,
@@ -250,8 +252,8 @@ impl Reactor {
         let flags = event.flags;
         match Token::decode(event.data) {
             Token::Mail => {
-                self.mailbox.clear();
-                while let Some(mail) = self.mailbox.next() {
+                let mails: Vec<Mail> = self.mailbox.drain().collect();
+                for mail in mails {
                     self.handle_mail(mail);
                 }
             }

@@ -19,7 +19,6 @@ pub mod clock;
 pub mod command;
 pub mod deadline;
 pub mod device;
-pub mod mailbox;
 pub mod numbers;
 pub mod outbox;
 pub mod poller;
@@ -36,7 +35,7 @@ pub use zerosock_proto::Instant;
 pub use zerosock_ring::{Chain, DeviceQueue, GuestSlice, Memory, Piece};
 pub use zerosock_sys::account::{Account, Budget};
 pub use zerosock_sys::notify::Notifier;
-pub use zerosock_sys::{PeerFd, sigbus};
+pub use zerosock_sys::{PeerFd, mailbox, sigbus};
 pub use zerosock_vhost_user::session::{F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1};
 pub use zerosock_vhost_user::{
     Control, DeviceCommand, DeviceModel, DeviceReply, FrontendSocket, Reply, VmSpec,

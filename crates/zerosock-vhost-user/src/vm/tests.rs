@@ -7,8 +7,9 @@ use std::sync::Once;
 use std::time::Duration;
 
 use zerosock_sys::account::Budget;
+use zerosock_sys::mailbox::Mailbox;
 
-use super::super::mailbox::{Mail, Mailbox};
+use super::super::mailbox::{Mail, MailSender};
 use super::deadlines::{REPLY_LIMIT, SILENCE};
 use super::driver::FIRST_BUFFER;
 use super::*;
@@ -33,7 +34,7 @@ impl DevicePort for Port {
 /// A VM with a worker that answers at once.
 struct Harness {
     vm: Vm,
-    mailbox: Mailbox,
+    mailbox: Mailbox<Mail>,
     counters: Arc<Counters>,
     dir: tempfile::TempDir,
 }
@@ -65,7 +66,7 @@ impl Harness {
         install_log();
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join("s")).unwrap();
-        let (mailbox, mail) = Mailbox::new().unwrap();
+        let (mail, mailbox) = MailSender::new().unwrap();
         let counters: Arc<Counters> = Arc::default();
         let spec = VmSpec {
             name: "vm0".into(),
@@ -95,7 +96,7 @@ impl Harness {
     }
 
     fn take_mail(&mut self) {
-        while let Some(mail) = self.mailbox.next() {
+        for mail in self.mailbox.drain() {
             if let Mail::Reply {
                 sequence, reply, ..
             } = mail

@@ -1,14 +1,14 @@
-//! Messages to a worker from other threads: an unbounded queue and an eventfd that wakes it.
+//! Messages to a thread with an event loop from other threads: an unbounded queue and an eventfd that wakes it.
 //!
-//! Carries control messages and messages between sibling devices on different workers. The eventfd
-//! is written once per sleep, not once per message: `pending` says that a wake-up is on its way.
+//! The eventfd is written once per sleep, not once per message: `pending` says that a wake-up is on its way.
 
-use rustix::event::{EventfdFlags, eventfd};
-use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
+
+use rustix::event::{EventfdFlags, eventfd};
 
 #[derive(Debug)]
 struct Wakeup {
@@ -93,8 +93,8 @@ impl<T> Mailbox<T> {
         self.wakeup.pending.load(Ordering::Acquire)
     }
 
-    /// Clears `pending`, then takes the queued messages. Call it before every sleep: a message sent
-    /// after this call writes the eventfd.
+    /// Clears `pending`, then takes the queued messages. Call it before every sleep, or for each event: a
+    /// message sent after this call writes the eventfd.
     pub fn drain(&self) -> impl Iterator<Item = T> + '_ {
         self.wakeup.pending.swap(false, Ordering::AcqRel);
         self.queue.try_iter()
@@ -104,15 +104,14 @@ impl<T> Mailbox<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::poller::{Events, Interest, Poller, Token};
-    use std::time::Duration;
+    use rustix::event::{Timespec, epoll};
 
     #[test]
     fn every_message_wakes_a_sleeper_that_drains_before_it_sleeps() {
         let (tx, mailbox) = Mailbox::new().unwrap();
-        let poller = Poller::new().unwrap();
-        let (token, interest) = (Token::MAILBOX, Interest::Read);
-        poller.add(mailbox.fd(), token, interest).unwrap();
+        let poller = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&poller, mailbox.fd(), epoll::EventData::new_u64(0), flags).unwrap();
         const N: u64 = 20_000;
         let sender = std::thread::spawn(move || {
             for i in 0..N {
@@ -120,16 +119,20 @@ mod tests {
             }
         });
         let mut next = 0;
-        let mut events = Events::default();
+        let most = Timespec {
+            tv_sec: 30,
+            tv_nsec: 0,
+        };
         while next < N {
             for i in mailbox.drain() {
                 assert_eq!(i, next);
                 next += 1;
             }
             if next < N {
-                let most = Duration::from_secs(30);
-                events.wait(&poller, Some(most)).unwrap();
-                assert!(!events.is_empty(), "a message came without a wake-up");
+                let mut events = Vec::with_capacity(1);
+                let room = rustix::buffer::spare_capacity(&mut events);
+                let woken = epoll::wait(&poller, room, Some(&most)).unwrap();
+                assert_eq!(woken, 1, "a message came without a wake-up");
             }
         }
         sender.join().unwrap();

@@ -6,7 +6,7 @@
 //! - [`sigbus`] handles faults in guest memory that its owner truncated, [`memfd`] creates memory that
 //!   cannot shrink.
 //! - [`fd_passing`] sends descriptors over Unix sockets, [`socket_file`] creates Unix sockets with a
-//!   path, [`vsock`] opens kernel vsock sockets ([`vsock_calls`] makes single calls on them for tests).
+//!   path, [`vsock`] opens kernel vsock sockets.
 //! - [`mailbox`] passes messages to an event loop.
 //! - [`mmsg`] receives and sends many messages with one call.
 //! - [`reaper`] has the threads that close the descriptor of a [`PeerFd`], [`notify`] wakes peers, and
@@ -47,7 +47,6 @@ pub mod socket_path;
 mod tcp_counts;
 pub mod tun;
 pub mod vsock;
-pub mod vsock_calls;
 pub mod xdp;
 
 pub use log_limit::LogLimit;

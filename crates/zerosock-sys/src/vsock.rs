@@ -15,12 +15,12 @@ use rustix::net::{
     AddressFamily, SocketAddrAny, SocketFlags, SocketType, acceptfrom_with, socket_with,
 };
 
-use crate::socket_option::{get, get_int, set, set_int};
+use crate::socket_option::{get, set, set_int};
 
 /// SO_VM_SOCKETS_BUFFER_SIZE.
-pub(crate) const SIZE: c_int = 0;
+const SIZE: c_int = 0;
 /// SO_VM_SOCKETS_BUFFER_MAX_SIZE.
-pub(crate) const MAX_SIZE: c_int = 2;
+const MAX_SIZE: c_int = 2;
 
 /// The CID that stands for any, to listen on.
 pub const CID_ANY: u32 = u32::MAX;
@@ -44,10 +44,18 @@ pub fn connect_seqpacket(cid: u32, port: u32) -> io::Result<OwnedFd> {
 
 fn connect_type(kind: SocketType, cid: u32, port: u32) -> io::Result<OwnedFd> {
     let fd = socket(kind, SocketFlags::NONBLOCK)?;
-    match rustix::net::connect(&fd, &VsockAddress { cid, port }) {
-        Err(Errno::INPROGRESS) | Ok(()) => Ok(fd),
-        Err(errno) => Err(errno.into()),
+    match connect_socket(&fd, cid, port) {
+        Err(error) if Errno::from_io_error(&error) != Some(Errno::INPROGRESS) => Err(error),
+        _ => Ok(fd),
     }
+}
+
+/// Connects a socket; waits for the result if it is blocking.
+///
+/// # Errors
+/// Errors of connect(2): EINPROGRESS if the socket does not block.
+pub fn connect_socket(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
+    Ok(rustix::net::connect(fd, &VsockAddress { cid, port })?)
 }
 
 /// The result of a non-blocking connect. Call it once, when the socket is writable.
@@ -100,9 +108,17 @@ pub fn listen_seqpacket(cid: u32, port: u32, backlog: i32) -> io::Result<OwnedFd
 
 fn listen_type(kind: SocketType, cid: u32, port: u32, backlog: i32) -> io::Result<OwnedFd> {
     let fd = socket(kind, SocketFlags::NONBLOCK)?;
-    rustix::net::bind(&fd, &VsockAddress { cid, port })?;
+    bind(&fd, cid, port)?;
     rustix::net::listen(&fd, backlog)?;
     Ok(fd)
+}
+
+/// Binds to a port of a CID. [`u32::MAX`] stands for any local CID, or any free port.
+///
+/// # Errors
+/// Errors of bind(2).
+pub fn bind(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
+    Ok(rustix::net::bind(fd, &VsockAddress { cid, port })?)
 }
 
 /// Accepts a connection. Returns a non-blocking socket, and CID and port of the peer.
@@ -169,25 +185,19 @@ pub fn set_receive_low_water(fd: impl AsFd, bytes: u32) -> io::Result<()> {
     set_int(&fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, bytes)
 }
 
-/// The number of bytes from which on the socket is readable (SO_RCVLOWAT).
+/// A blocking socket with `flags`.
 ///
 /// # Errors
-/// Errors of getsockopt(2).
-pub fn receive_low_water(fd: impl AsFd) -> io::Result<u32> {
-    let bytes = get_int(&fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT)?;
-    Ok(u32::try_from(bytes).unwrap_or(0))
-}
-
-/// A blocking socket with `flags`.
-pub(crate) fn socket(kind: SocketType, flags: SocketFlags) -> io::Result<OwnedFd> {
+/// Errors of socket(2).
+pub fn socket(kind: SocketType, flags: SocketFlags) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | flags;
     Ok(socket_with(AddressFamily::VSOCK, kind, flags, None)?)
 }
 
 /// An address of AF_VSOCK.
-pub(crate) struct VsockAddress {
-    pub(crate) cid: u32,
-    pub(crate) port: u32,
+struct VsockAddress {
+    cid: u32,
+    port: u32,
 }
 
 // SAFETY: the closure is given a whole `sockaddr_vm`, with its length, which lives until it returns.

@@ -10,7 +10,7 @@
 //! A program that tests with guests is the agent itself, under its own name, when its first argument
 //! is [`guest::NAME`]; `zerosock-testkit` is that and the whole `zerosock` command besides, so that
 //! one program in the guest is enough.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod calls;
 pub mod datagrams;

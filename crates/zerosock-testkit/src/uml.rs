@@ -2,8 +2,9 @@
 //!
 //! Unlike QEMU it needs no accelerator, and its front-end is Linux's own `virtio_uml`.
 
+use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
@@ -53,6 +54,20 @@ pub enum BootError {
         /// The last lines of its console.
         console: String,
     },
+}
+
+/// User-mode Linux as Debian's package `user-mode-linux` installs it.
+pub fn kernel() -> Option<Kernel> {
+    let image = PathBuf::from("/usr/bin/linux.uml");
+    let modules = fs::read_dir("/usr/lib/uml/modules")
+        .ok()?
+        .find_map(|dir| Some(dir.ok()?.path()))?;
+    let release = modules.file_name()?.to_string_lossy().into_owned();
+    image.is_file().then_some(Kernel {
+        image,
+        modules,
+        release,
+    })
 }
 
 /// The kernel's arguments for 256 MiB of memory and one device: its vhost-user socket, already

@@ -88,20 +88,6 @@ impl Kernel {
         })
     }
 
-    /// User-mode Linux as Debian's package `user-mode-linux` installs it.
-    pub fn user_mode() -> Option<Kernel> {
-        let image = PathBuf::from("/usr/bin/linux.uml");
-        let modules = fs::read_dir("/usr/lib/uml/modules")
-            .ok()?
-            .find_map(|dir| Some(dir.ok()?.path()))?;
-        let release = modules.file_name()?.to_string_lossy().into_owned();
-        image.is_file().then_some(Kernel {
-            image,
-            modules,
-            release,
-        })
-    }
-
     /// Returns the module's file, unpacked; `None` when the kernel has it built in.
     ///
     /// # Errors

@@ -5,11 +5,12 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{SendFlags, sockopt};
+use rustix::net::{SendFlags, SocketFlags, SocketType, sockopt};
 use zerosock_cli::vm::pattern::{Pattern, sha256};
-use zerosock_sys::{vsock, vsock_calls};
+use zerosock_sys::vsock;
 
 use super::stream::errno_name;
+use super::vsock_calls;
 use crate::calls::{Call, Kind, Number, Part, RecvFlags, Setting};
 use crate::protocol::Outcome;
 
@@ -33,16 +34,19 @@ pub(super) fn make(call: &Call, socket: Option<&OwnedFd>) -> io::Result<Made> {
     let fd = || socket.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound));
     Ok(match *call {
         Call::Socket { kind } => {
-            let records = kind == Kind::SeqPacket;
-            Made::Socket(vsock_calls::socket(records)?, None)
+            let kind = match kind {
+                Kind::SeqPacket => SocketType::SEQPACKET,
+                Kind::Stream => SocketType::STREAM,
+            };
+            Made::Socket(vsock::socket(kind, SocketFlags::empty())?, None)
         }
         Call::Bind { cid, port, .. } => {
             let any = u32::MAX;
-            vsock_calls::bind(fd()?, cid.unwrap_or(any), port.unwrap_or(any))?;
+            vsock::bind(fd()?, cid.unwrap_or(any), port.unwrap_or(any))?;
             Made::Nothing
         }
         Call::Connect { cid, port, .. } => {
-            vsock_calls::connect(fd()?, cid, port)?;
+            vsock::connect_socket(fd()?, cid, port)?;
             Made::Nothing
         }
         Call::ConnectAndClose { cid, port, times } => {

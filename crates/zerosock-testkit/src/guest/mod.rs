@@ -6,6 +6,7 @@ mod forward;
 mod owned;
 mod sockmap;
 mod stream;
+mod vsock_calls;
 mod xstate;
 
 use std::ffi::OsString;

@@ -2,6 +2,7 @@
 
 use zerosock_cli::vm::kernel::Kernel;
 use zerosock_cli::vm::qemu;
+use zerosock_testkit::uml;
 
 use crate::lab::{Skipped, cache};
 
@@ -25,7 +26,7 @@ pub(crate) fn debian(release: &str) -> Result<Kernel, Skipped> {
 
 /// User-mode Linux of any release.
 pub(crate) fn user_mode() -> Result<Kernel, Skipped> {
-    Kernel::user_mode().ok_or_else(|| Skipped("install the package user-mode-linux".to_owned()))
+    uml::kernel().ok_or_else(|| Skipped("install the package user-mode-linux".to_owned()))
 }
 
 /// Skips if the kernel is of another release.

@@ -4,7 +4,6 @@ use std::io::{Read, Write};
 use std::time::Duration;
 
 use zerosock_cli::vm::hybrid;
-use zerosock_cli::vm::kernel::Kernel;
 use zerosock_testkit::protocol::Command;
 use zerosock_testkit::uml;
 
@@ -25,7 +24,7 @@ const STEP: Duration = Duration::from_secs(60);
 /// Measures all devices. `None`: there is no guest, for the reason that is noted.
 pub(super) fn measure(bench: &mut Bench<'_>, name: &str) -> Option<Outcomes<Outcome>> {
     let missing = "run as root: apt-get install user-mode-linux".to_owned();
-    let kernel = Kernel::user_mode().ok_or(missing);
+    let kernel = uml::kernel().ok_or(missing);
     let image = kernel.and_then(|kernel| Image::new(kernel, uml::TTY, &[], |_, _| Ok(())));
     let image = match image {
         Ok(image) => image,

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use zerosock_cli::vm::accel::Choice;
-use zerosock_cli::vm::kernel::Kernel;
 use zerosock_cli::vm::qemu;
 use zerosock_testkit::protocol::Command;
 use zerosock_testkit::remote::{self, Remote};
@@ -30,7 +29,7 @@ pub(super) fn qemu_image() -> Result<Image, String> {
 /// An image for user-mode Linux.
 pub(super) fn user_mode_image() -> Result<Image, String> {
     let missing = "user-mode Linux is not installed: run as root: apt-get install user-mode-linux";
-    let kernel = Kernel::user_mode().ok_or(missing)?;
+    let kernel = uml::kernel().ok_or(missing)?;
     Image::new(kernel, uml::TTY, &MODULES, |_, image| iperf::add(image))
 }
 

@@ -1,18 +1,19 @@
 //! Single calls on kernel vsock sockets, for tests of their behaviour inside guests.
+#![allow(unsafe_code)]
 
 use std::io;
 use std::mem::{MaybeUninit, size_of};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::ptr;
 
-use libc::{c_int, c_void, iovec, msghdr};
-use rustix::net::{SocketFlags, SocketType};
+use libc::{c_int, c_void, iovec, msghdr, socklen_t};
 
-use crate::socket_option::{set, set_int};
-use crate::vsock::{self, VsockAddress};
-
+/// SO_VM_SOCKETS_BUFFER_SIZE.
+const SIZE: c_int = 0;
 /// SO_VM_SOCKETS_BUFFER_MIN_SIZE.
 const MIN_SIZE: c_int = 1;
+/// SO_VM_SOCKETS_BUFFER_MAX_SIZE.
+const MAX_SIZE: c_int = 2;
 /// SO_VM_SOCKETS_CONNECT_TIMEOUT with a 64-bit time.
 const CONNECT_TIMEOUT: c_int = 8;
 /// SIOCINQ: number of unread bytes.
@@ -22,64 +23,35 @@ const SIOCOUTQ: libc::c_ulong = 0x5411;
 
 /// A part of a message to send.
 #[derive(Copy, Clone, Debug)]
-pub enum Part<'a> {
+pub(super) enum Part<'a> {
     /// Bytes.
     Bytes(&'a [u8]),
     /// This many bytes at addresses without memory.
     Unmapped(usize),
 }
 
-/// A blocking socket, of records (SOCK_SEQPACKET) or of bytes (SOCK_STREAM).
-///
-/// # Errors
-/// Errors of socket(2).
-pub fn socket(records: bool) -> io::Result<OwnedFd> {
-    let kind = if records {
-        SocketType::SEQPACKET
-    } else {
-        SocketType::STREAM
-    };
-    vsock::socket(kind, SocketFlags::empty())
-}
-
-/// Binds to a port of a CID. [`u32::MAX`] stands for any local CID, or any free port.
-///
-/// # Errors
-/// Errors of bind(2).
-pub fn bind(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
-    Ok(rustix::net::bind(fd, &VsockAddress { cid, port })?)
-}
-
-/// Connects; waits for the result if the socket is blocking.
-///
-/// # Errors
-/// Errors of connect(2).
-pub fn connect(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
-    Ok(rustix::net::connect(fd, &VsockAddress { cid, port })?)
-}
-
 /// Sets the size of the receive buffer in bytes, within its bounds (SO_VM_SOCKETS_BUFFER_SIZE).
 ///
 /// # Errors
 /// Errors of setsockopt(2).
-pub fn set_buffer_size(fd: impl AsFd, bytes: u64) -> io::Result<()> {
-    set(&fd, libc::AF_VSOCK, vsock::SIZE, &bytes.to_ne_bytes())
+pub(super) fn set_buffer_size(fd: impl AsFd, bytes: u64) -> io::Result<()> {
+    set(&fd, libc::AF_VSOCK, SIZE, &bytes.to_ne_bytes())
 }
 
 /// Sets the bounds of the receive buffer (SO_VM_SOCKETS_BUFFER_MIN_SIZE and _MAX_SIZE).
 ///
 /// # Errors
 /// Errors of setsockopt(2).
-pub fn set_buffer_bounds(fd: impl AsFd, min: u64, max: u64) -> io::Result<()> {
+pub(super) fn set_buffer_bounds(fd: impl AsFd, min: u64, max: u64) -> io::Result<()> {
     set(&fd, libc::AF_VSOCK, MIN_SIZE, &min.to_ne_bytes())?;
-    set(&fd, libc::AF_VSOCK, vsock::MAX_SIZE, &max.to_ne_bytes())
+    set(&fd, libc::AF_VSOCK, MAX_SIZE, &max.to_ne_bytes())
 }
 
 /// Sets the timeout of connect(2) (SO_VM_SOCKETS_CONNECT_TIMEOUT_NEW).
 ///
 /// # Errors
 /// Errors of setsockopt(2).
-pub fn set_connect_timeout(fd: impl AsFd, milliseconds: u32) -> io::Result<()> {
+pub(super) fn set_connect_timeout(fd: impl AsFd, milliseconds: u32) -> io::Result<()> {
     let seconds = i64::from(milliseconds / 1000);
     let micros = i64::from(milliseconds % 1000) * 1000;
     let time = [seconds.to_ne_bytes(), micros.to_ne_bytes()].concat();
@@ -90,15 +62,20 @@ pub fn set_connect_timeout(fd: impl AsFd, milliseconds: u32) -> io::Result<()> {
 ///
 /// # Errors
 /// Errors of setsockopt(2): EOPNOTSUPP before Linux 6.7.
-pub fn set_zero_copy(fd: impl AsFd) -> io::Result<()> {
-    set_int(&fd, libc::SOL_SOCKET, libc::SO_ZEROCOPY, 1)
+pub(super) fn set_zero_copy(fd: impl AsFd) -> io::Result<()> {
+    set(
+        &fd,
+        libc::SOL_SOCKET,
+        libc::SO_ZEROCOPY,
+        &1_i32.to_ne_bytes(),
+    )
 }
 
 /// Number of bytes that were sent and that the device has not taken (SIOCOUTQ).
 ///
 /// # Errors
 /// Errors of ioctl(2): ENOTTY before Linux 6.11.
-pub fn unsent(fd: impl AsFd) -> io::Result<u32> {
+pub(super) fn unsent(fd: impl AsFd) -> io::Result<u32> {
     ask(&fd, SIOCOUTQ)
 }
 
@@ -106,7 +83,7 @@ pub fn unsent(fd: impl AsFd) -> io::Result<u32> {
 ///
 /// # Errors
 /// Errors of ioctl(2): ENOTTY before Linux 6.17.
-pub fn unread(fd: impl AsFd) -> io::Result<u32> {
+pub(super) fn unread(fd: impl AsFd) -> io::Result<u32> {
     ask(&fd, SIOCINQ)
 }
 
@@ -116,7 +93,7 @@ pub fn unread(fd: impl AsFd) -> io::Result<u32> {
 ///
 /// # Errors
 /// Errors of sendmsg(2): EFAULT for a part that is not mapped.
-pub fn send_parts(fd: impl AsFd, parts: &[Part<'_>], zero_copy: bool) -> io::Result<usize> {
+pub(super) fn send_parts(fd: impl AsFd, parts: &[Part<'_>], zero_copy: bool) -> io::Result<usize> {
     let hole = parts.iter().map(|part| match part {
         Part::Unmapped(len) => *len,
         Part::Bytes(_) => 0,
@@ -155,7 +132,7 @@ pub fn send_parts(fd: impl AsFd, parts: &[Part<'_>], zero_copy: bool) -> io::Res
 ///
 /// # Errors
 /// EAGAIN when it is empty; `InvalidData` for a message that is no completion.
-pub fn completions(fd: impl AsFd) -> io::Result<u32> {
+pub(super) fn completions(fd: impl AsFd) -> io::Result<u32> {
     /// SOL_VSOCK and VSOCK_RECVERR.
     const VSOCK_RECVERR: (c_int, c_int) = (287, 1);
     /// SO_EE_ORIGIN_ZEROCOPY.
@@ -194,18 +171,22 @@ pub fn completions(fd: impl AsFd) -> io::Result<u32> {
 
 /// A received message.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct ReceivedPacket {
+pub(super) struct ReceivedPacket {
     /// Errors of recvmsg(2): with MSG_TRUNC that may be more than there is room for.
-    pub len: usize,
+    pub(super) len: usize,
     /// The flags of the message, as MSG_EOR and MSG_TRUNC.
-    pub flags: c_int,
+    pub(super) flags: c_int,
 }
 
 /// Receives, with the flags of recvmsg(2).
 ///
 /// # Errors
 /// Errors of recvmsg(2).
-pub fn receive(fd: impl AsFd, buffer: &mut [u8], flags: c_int) -> io::Result<ReceivedPacket> {
+pub(super) fn receive(
+    fd: impl AsFd,
+    buffer: &mut [u8],
+    flags: c_int,
+) -> io::Result<ReceivedPacket> {
     let mut vector = iovec {
         iov_base: buffer.as_mut_ptr().cast::<c_void>(),
         iov_len: buffer.len(),
@@ -226,7 +207,7 @@ pub fn receive(fd: impl AsFd, buffer: &mut [u8], flags: c_int) -> io::Result<Rec
 ///
 /// # Errors
 /// EFAULT, or another error of the kernel.
-pub fn receive_nowhere(fd: impl AsFd, len: usize) -> io::Result<usize> {
+pub(super) fn receive_nowhere(fd: impl AsFd, len: usize) -> io::Result<usize> {
     let hole = Hole::new(len.max(1))?;
     // SAFETY: `len` bytes from the hole's address on are reserved and have no memory: the kernel
     // finds that it cannot write there.
@@ -264,6 +245,14 @@ impl Drop for Hole {
         // SAFETY: the mapping that `new` made; nothing else uses the address.
         unsafe { libc::munmap(self.address, self.len) };
     }
+}
+
+fn set(fd: &impl AsFd, level: c_int, option: c_int, value: &[u8]) -> io::Result<()> {
+    let (fd, len) = (fd.as_fd().as_raw_fd(), value.len() as socklen_t);
+    // SAFETY: the kernel reads `len` bytes, the length of the slice; no option that is set here has an address
+    // in its value.
+    let result = unsafe { libc::setsockopt(fd, level, option, value.as_ptr().cast(), len) };
+    checked(result as isize).map(drop)
 }
 
 fn ask(fd: &impl AsFd, request: libc::c_ulong) -> io::Result<u32> {

@@ -7,7 +7,7 @@
 //!   cannot shrink.
 //! - [`fd_passing`] sends descriptors over Unix sockets, [`socket_file`] creates Unix sockets with a
 //!   path, [`vsock`] opens kernel vsock sockets.
-//! - [`mailbox`] passes messages to an event loop.
+//! - [`mailbox`] passes messages to an event loop, [`wait_ready`] waits for a descriptor.
 //! - [`mmsg`] receives and sends many messages with one call.
 //! - [`reaper`] has the threads that close the descriptor of a [`PeerFd`], [`notify`] wakes peers, and
 //!   [`account`] limits the descriptors and memory of each peer.
@@ -36,6 +36,7 @@ pub mod notify;
 mod owner_lock;
 mod peer_fd;
 mod private_memory;
+mod ready;
 pub mod reaper;
 pub mod reuseport;
 mod rtnetlink;
@@ -53,6 +54,7 @@ pub use log_limit::LogLimit;
 pub use owner_lock::{OwnerGuard, OwnerLock};
 pub use peer_fd::PeerFd;
 pub use private_memory::PrivateMemory;
+pub use ready::wait_ready;
 pub use slices::{
     MAX_SLICES, ReceivedBytes, read_slices, read_slices_at, read_slices_now,
     recv_packet_and_rights, recv_slices, recv_slices_and_rights, send_slices,

@@ -12,9 +12,12 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::PollFlags;
 use rustix::fs::{Statx, StatxFlags};
+
+use crate::ready::wait_ready;
 
 /// File systems in memory or on a local disk. Their calls, and page faults, end without help of a peer. The
 /// layers of an overlay may be on others, which its mount does not tell; but only root makes such a mount
@@ -129,8 +132,8 @@ pub(crate) fn is_local(id: u64) -> bool {
     let Some(list) = &known.list else {
         return false;
     };
-    let mut fds = [PollFd::new(list, PollFlags::PRI)];
-    if poll(&mut fds, Some(&Timespec::default())) != Ok(0) {
+    let changed = wait_ready(list, PollFlags::PRI, Some(Duration::ZERO));
+    if !changed.is_ok_and(|events| events.is_empty()) {
         *known = Known::default();
         return false;
     }

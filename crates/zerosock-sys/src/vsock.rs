@@ -8,13 +8,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use libc::c_int;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::addr::{SocketAddrArg, SocketAddrLen, SocketAddrOpaque};
 use rustix::net::{
     AddressFamily, SocketAddrAny, SocketFlags, SocketType, acceptfrom_with, socket_with,
 };
 
+use crate::ready::wait_ready;
 use crate::socket_option::{get, set, set_int};
 
 /// SO_VM_SOCKETS_BUFFER_SIZE.
@@ -72,17 +73,7 @@ pub fn connect_result(fd: impl AsFd) -> io::Result<()> {
 /// `TimedOut`, and those of [`connect`] and [`connect_result`].
 pub fn connect_blocking(cid: u32, port: u32, timeout: Duration) -> io::Result<OwnedFd> {
     let fd = connect(cid, port)?;
-    let limit = Timespec {
-        tv_sec: timeout.as_secs().try_into().unwrap_or(i64::MAX),
-        tv_nsec: timeout.subsec_nanos().into(),
-    };
-    let ready = loop {
-        match poll(&mut [PollFd::new(&fd, PollFlags::OUT)], Some(&limit)) {
-            Err(Errno::INTR) => {}
-            result => break result?,
-        }
-    };
-    if ready == 0 {
+    if wait_ready(&fd, PollFlags::OUT, Some(timeout))?.is_empty() {
         return Err(io::ErrorKind::TimedOut.into());
     }
     connect_result(&fd)?;
@@ -137,10 +128,7 @@ pub fn accept_blocking(fd: impl AsFd) -> io::Result<(OwnedFd, u32, u32)> {
     loop {
         match accept_with(&fd, SocketFlags::empty()) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                match poll(&mut [PollFd::new(&fd, PollFlags::IN)], None) {
-                    Ok(_) | Err(Errno::INTR) => {}
-                    Err(error) => return Err(error.into()),
-                }
+                wait_ready(&fd, PollFlags::IN, None)?;
             }
             result => return result,
         }

@@ -5,8 +5,7 @@ use std::os::fd::BorrowedFd;
 
 use rustix::event::PollFlags;
 use rustix::io::Errno;
-
-use super::deadline::{Deadline, wait_for};
+use zerosock_sys::wait_ready;
 
 /// A blocking read, also when another process has made the descriptor non-blocking.
 pub(super) fn read(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<usize> {
@@ -14,7 +13,7 @@ pub(super) fn read(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<usize> {
         match rustix::io::read(fd, &mut *buffer) {
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => {
-                wait_for(fd, PollFlags::IN, Deadline::after(None))?;
+                wait_ready(fd, PollFlags::IN, None)?;
             }
             result => return Ok(result?),
         }
@@ -27,7 +26,7 @@ pub(super) fn write(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
         match rustix::io::write(fd, bytes) {
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => {
-                wait_for(fd, PollFlags::OUT, Deadline::after(None))?;
+                wait_ready(fd, PollFlags::OUT, None)?;
             }
             result => return Ok(result?),
         }

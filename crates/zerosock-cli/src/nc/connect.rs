@@ -11,13 +11,14 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFla
 
 use super::attached;
 use super::connection::{Connection, Kind, Transport};
-use super::deadline::{Deadline, wait_for};
+use super::deadline::Deadline;
 use super::error::ConnectError;
 use super::listen::Acceptor;
 use crate::endpoint::EndpointArg;
 use zerosock_relay::Target;
 use zerosock_relay::connector::NO_PERMISSION;
 use zerosock_relay::relay::{CLOSED_WITHOUT_OK, HybridAnswer, KernelEndpoint, LONGEST_ANSWER};
+use zerosock_sys::wait_ready;
 
 /// What a reset in the place of an answer can mean: it carries no reason.
 pub(crate) const REFUSED_BY_PEER: &str = "no listener, its backlog is full, a target that does not accept, \
@@ -105,7 +106,7 @@ fn vsock(cid: u32, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd,
         Kind::Messages => zerosock_sys::vsock::connect_seqpacket(cid, port),
     };
     let socket = connecting.map_err(failed)?;
-    let ready = wait_for(&socket, PollFlags::OUT, deadline).map_err(failed)?;
+    let ready = wait_ready(&socket, PollFlags::OUT, deadline.left()).map_err(failed)?;
     if ready.is_empty() {
         return Err(ConnectError::TimedOut(format!(
             "connecting to vsock:{cid}:{port}"
@@ -190,7 +191,7 @@ fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<Owne
     };
     let mut answer = Vec::with_capacity(LONGEST_ANSWER);
     loop {
-        let ready = wait_for(&socket, PollFlags::IN, deadline).map_err(failed)?;
+        let ready = wait_ready(&socket, PollFlags::IN, deadline.left()).map_err(failed)?;
         if ready.is_empty() {
             return Err(ConnectError::TimedOut(format!(
                 "waiting for OK from {}",

@@ -14,9 +14,9 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType, sockopt};
 use zerosock::vsock::{MAX_DATAGRAM, SeqPacket, Stream, StreamState};
+use zerosock_sys::wait_ready;
 
 use super::datagrams::Datagrams;
-use super::deadline::{Deadline, wait_for};
 
 /// Buffer size for streams, bytes: large enough to make the cost of system calls small, small
 /// enough for a core's cache.
@@ -211,6 +211,6 @@ fn is_vsock(socket: &OwnedFd) -> bool {
 
 /// Whether one of `events` is pending on the socket.
 fn has_event(socket: &OwnedFd, events: PollFlags) -> bool {
-    let now = Deadline::after(Some(Duration::ZERO));
-    wait_for(socket, events, now).is_ok_and(|pending| pending.intersects(events))
+    let pending = wait_ready(socket, events, Some(Duration::ZERO));
+    pending.is_ok_and(|pending| pending.intersects(events))
 }

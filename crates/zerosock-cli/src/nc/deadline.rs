@@ -1,11 +1,6 @@
-//! The deadline of an attempt to connect, and waiting until then.
+//! The deadline of an attempt to connect.
 
-use std::io;
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
-
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
 
 /// The time at which an attempt to connect fails; `None`: never.
 #[derive(Clone, Copy, Debug)]
@@ -23,26 +18,5 @@ impl Deadline {
 
     pub(super) fn is_over(self) -> bool {
         self.left() == Some(Duration::ZERO)
-    }
-}
-
-fn timespec(left: Option<Duration>) -> Option<Timespec> {
-    // The limits of `--timeout` are far below the range of a timespec.
-    left.and_then(|left| Timespec::try_from(left).ok())
-}
-
-/// Waits until one of `events` or an error is pending, and returns those that are: none at the deadline.
-pub(super) fn wait_for(
-    fd: impl AsFd,
-    events: PollFlags,
-    deadline: Deadline,
-) -> io::Result<PollFlags> {
-    let mut polled = [PollFd::new(&fd, events)];
-    loop {
-        match poll(&mut polled, timespec(deadline.left()).as_ref()) {
-            Ok(_) => return Ok(polled[0].revents()),
-            Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno.into()),
-        }
     }
 }

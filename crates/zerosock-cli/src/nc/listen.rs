@@ -12,12 +12,13 @@ use zerosock::vsock::{Listener, SeqPacketListener};
 
 use super::attached;
 use super::connection::{Connection, Kind};
-use super::deadline::{Deadline, wait_for};
+use super::deadline::Deadline;
 use super::error::ConnectError;
 use crate::endpoint::EndpointArg;
 use crate::signals::{Signals, Wake};
 use crate::sockets::{self, SocketFile};
 use zerosock_relay::relay::KernelEndpoint;
+use zerosock_sys::wait_ready;
 
 /// A bound endpoint.
 pub(super) struct Acceptor {
@@ -124,14 +125,13 @@ impl Acceptor {
         other: &UnixStream,
         limit: Option<Duration>,
     ) -> Result<(), ConnectError> {
-        let deadline = Deadline::after(limit);
         let waited = match &self.source {
             ListeningSocket::Kernel { signals, .. } => {
-                wait_or_signal(signals, other, deadline).map(drop)
+                wait_or_signal(signals, other, Deadline::after(limit)).map(drop)
             }
             // Signals have their default effect.
             ListeningSocket::Streams(_) | ListeningSocket::Messages(_) => {
-                wait_for(other, PollFlags::IN, deadline).map(drop)
+                wait_ready(other, PollFlags::IN, limit).map(drop)
             }
         };
         waited.map_err(failed(&self.place))

@@ -16,6 +16,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::Shutdown;
 use rustix::stdio;
+use zerosock_sys::wait_ready;
 
 use super::blocking::{read, write};
 use super::connection::Connection;
@@ -254,12 +255,8 @@ fn receive(socket: &Connection, moved: &Moved) -> Result<(), PumpError> {
 
 /// Whether a read from standard input would return at once: bytes, the end, or an error.
 fn stdin_is_ready() -> bool {
-    let now = Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    let stdin = PollFd::from_borrowed_fd(stdio::stdin(), PollFlags::IN);
-    rustix::event::poll(&mut [stdin], Some(&now)).is_ok_and(|ready| ready > 0)
+    let events = wait_ready(stdio::stdin(), PollFlags::IN, Some(Duration::ZERO));
+    events.is_ok_and(|events| !events.is_empty())
 }
 
 /// Replaces standard input by /dev/null, which keeps the descriptor number in use.

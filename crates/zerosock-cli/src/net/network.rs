@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 use serde::Deserialize;
@@ -21,9 +21,9 @@ use zerosock_net::tap::TapBackend;
 use zerosock_net::xdp::XdpBackend;
 use zerosock_proto::wire::net::{ETHERNET_LEN, MIN_MTU, Mac};
 use zerosock_sys::account::Limits;
-use zerosock_sys::reaper;
 use zerosock_sys::tun::{AccessError, InterfaceName, Sharing, Tap, TapError};
 use zerosock_sys::xdp::{MAX_FRAME, MAX_QUEUES};
+use zerosock_sys::{reaper, wait_ready};
 
 use super::xdp::{self, Claim, Interfaces, XdpQueue, XdpQueueOptions};
 use crate::failure::Failure;
@@ -396,9 +396,8 @@ impl Serving {
 
     /// Whether the service has ended by itself.
     pub(crate) fn has_ended(&self) -> bool {
-        let over = self.over();
-        let mut fds = [PollFd::from_borrowed_fd(over, PollFlags::IN)];
-        poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+        let events = wait_ready(self.over(), PollFlags::IN, Some(Duration::ZERO));
+        events.is_ok_and(|events| !events.is_empty())
     }
 
     /// Logs the counters of all devices.

@@ -4,9 +4,10 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::PollFlags;
+use rustix::io::retry_on_intr;
 use rustix::net::{SendFlags, Shutdown};
-use zerosock_sys::vsock;
+use zerosock_sys::{vsock, wait_ready};
 
 use super::bytes::ByteChecker;
 use super::settings::{Client, Mode, Output, Server};
@@ -43,25 +44,12 @@ pub(super) fn dequeue(client: &Client, buffer: usize, output: Output) -> io::Res
     vsock::set_buffer_size(&socket, client.credit.into())?;
     vsock::set_receive_low_water(&socket, client.low_water)?;
     let mut checker = ByteChecker::new(client.check_mode);
-    let wait = || {
-        loop {
-            match poll(&mut [PollFd::new(&socket, PollFlags::IN)], None) {
-                Ok(_) => return Ok(()),
-                Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
-    };
+    let wait = || wait_ready(&socket, PollFlags::IN, None).map(drop);
     let counted = receive::copy(buffer, &mut checker, wait, |out| read(&socket, out))?;
     report::client(Mode::Copy, &counted, None).print(output);
     Ok(())
 }
 
 fn read(socket: &OwnedFd, out: &mut [u8]) -> io::Result<usize> {
-    loop {
-        match rustix::io::read(socket, &mut *out) {
-            Err(rustix::io::Errno::INTR) => {}
-            result => return Ok(result?),
-        }
-    }
+    Ok(retry_on_intr(|| rustix::io::read(socket, &mut *out))?)
 }

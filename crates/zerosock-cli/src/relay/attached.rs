@@ -18,7 +18,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::PollFlags;
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{SocketFlags, SocketType, accept_with, getsockname, sockopt};
 use sd_notify::NotifyState;
@@ -27,7 +27,7 @@ use zerosock::vsock::{Endpoint, Listener, Stream};
 use zerosock::{Address, Port};
 use zerosock_relay::relay::{ACCESS_LINES, KernelEndpoint};
 use zerosock_relay::{AddressPolicy, ConnectRequest, Connector, ConnectorConfig, Target};
-use zerosock_sys::LogLimit;
+use zerosock_sys::{LogLimit, wait_ready};
 
 use super::args::RelayArgs;
 use crate::endpoint::{Attached, EndpointArg};
@@ -443,15 +443,10 @@ impl Joint {
 
     /// Waits for the socket.
     fn wait(&self, events: PollFlags) -> io::Result<()> {
-        let limit = self.idle.and_then(|idle| Timespec::try_from(idle).ok());
-        loop {
-            match poll(&mut [PollFd::new(&self.socket, events)], limit.as_ref()) {
-                Ok(0) => self.check()?,
-                Ok(_) => return Ok(()),
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno.into()),
-            }
+        while wait_ready(&self.socket, events, self.idle)?.is_empty() {
+            self.check()?;
         }
+        Ok(())
     }
 
     /// From the endpoint's buffers to the socket.

@@ -3,9 +3,10 @@
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::PollFlags;
+use zerosock_sys::wait_ready;
 
 /// Why connecting to a guest's port failed.
 #[derive(Debug, thiserror::Error)]
@@ -86,18 +87,8 @@ pub fn listen(path: &Path, port: u32) -> io::Result<UnixListener> {
 /// # Errors
 /// As accepting; `TimedOut` without a connection.
 pub fn accept(listener: &UnixListener, timeout: Duration) -> io::Result<UnixStream> {
-    let deadline = Instant::now() + timeout;
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let left = Timespec {
-            tv_sec: left.as_secs() as i64,
-            tv_nsec: left.subsec_nanos().into(),
-        };
-        match poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&left)) {
-            Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
-            Err(rustix::io::Errno::INTR) => continue,
-            Err(error) => return Err(error.into()),
-            Ok(_) => return Ok(listener.accept()?.0),
-        }
+    if wait_ready(listener, PollFlags::IN, Some(timeout))?.is_empty() {
+        return Err(io::ErrorKind::TimedOut.into());
     }
+    Ok(listener.accept()?.0)
 }

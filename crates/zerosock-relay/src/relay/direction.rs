@@ -7,10 +7,13 @@
 //!   last of them.
 //! - Sockets are watched for edges. A socket counts as ready until a call says otherwise.
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::time::Duration;
+
+use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::pipe::{SpliceFlags, splice};
 use zerosock_sys::mmsg::Batch;
+use zerosock_sys::wait_ready;
 
 use super::socket::{Socket, SocketKind};
 use super::store::{BATCH, Chunk, Pipe, Store};
@@ -509,8 +512,8 @@ fn is_finished(from: &mut WatchedSocket) -> bool {
     if !from.ready.has(Ready::FINISHED)
         && let Ok(fd) = from.socket.fd()
     {
-        let mut polled = [PollFd::from_borrowed_fd(fd, PollFlags::RDHUP)];
-        if let Ok(1..) = poll(&mut polled, Some(&Timespec::default())) {
+        let events = wait_ready(fd, PollFlags::RDHUP, Some(Duration::ZERO));
+        if events.is_ok_and(|events| !events.is_empty()) {
             from.ready.set(Ready::FINISHED);
         }
     }

@@ -21,7 +21,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::PollFlags;
 use rustix::net::SocketType;
 use vhost::vhost_user::message::{
     FrontendReq, MAX_ATTACHED_FD_ENTRIES, MAX_MSG_SIZE, VhostUserConfig, VhostUserConfigFlags,
@@ -30,7 +30,7 @@ use vhost::vhost_user::message::{
 };
 use vm_memory::ByteValued;
 use zerosock_ring::RegionConfig;
-use zerosock_sys::{fd_passing, socket_path};
+use zerosock_sys::{fd_passing, socket_path, wait_ready};
 
 pub use self::shared::{Plan, QueueEventFds, SharedMemory, SharedMemoryError};
 
@@ -379,18 +379,9 @@ impl Frontend {
 
     /// Whether the device has closed the connection. Does not block.
     pub fn is_closed(&self) -> bool {
-        let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
-        let now = Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        match poll(&mut fds, Some(&now)) {
-            Ok(0) => false,
-            Ok(_) => fds[0]
-                .revents()
-                .intersects(PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR),
-            Err(_) => false,
-        }
+        let events = wait_ready(&self.socket, PollFlags::RDHUP, Some(Duration::ZERO));
+        let over = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
+        events.is_ok_and(|events| events.intersects(over))
     }
 
     fn request_u64(&mut self, request: FrontendReq) -> Result<u64, FrontendError> {
@@ -542,13 +533,9 @@ impl Frontend {
             _ => return Err(error.into()),
         }
         let left = deadline.map(|end| end.saturating_duration_since(Instant::now()));
-        let left = left.and_then(|left| Timespec::try_from(left).ok());
-        let mut fds = [PollFd::new(&self.socket, flags)];
-        // A time-out too long for a timespec is no time-out.
-        match poll(&mut fds, left.as_ref()) {
-            Ok(0) => Err(FrontendError::TimedOut { request }),
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(error) => Err(FrontendError::Io(error.into())),
+        match wait_ready(&self.socket, flags, left)?.is_empty() {
+            true => Err(FrontendError::TimedOut { request }),
+            false => Ok(()),
         }
     }
 }

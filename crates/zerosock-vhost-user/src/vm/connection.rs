@@ -3,13 +3,13 @@
 use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use rustix::event::PollFlags;
 use rustix::event::epoll::{self, EventFlags};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{Shutdown, shutdown};
-use zerosock_sys::{PeerFd, fd_passing};
+use zerosock_sys::{PeerFd, fd_passing, wait_ready};
 
 use crate::codec::Decoder;
 use crate::session::Session;
@@ -105,16 +105,8 @@ pub(super) fn hang_up(socket: &PeerFd) {
 
 /// Whether the peer has closed its end or the socket has failed.
 pub(super) fn has_hung_up(socket: &PeerFd) -> bool {
-    let now = Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    let mut fds = [PollFd::new(socket, PollFlags::empty())];
-    let [fd] = match poll(&mut fds, Some(&now)) {
-        Ok(_) => fds,
-        Err(_) => return false,
-    };
-    fd.revents().intersects(PollFlags::HUP | PollFlags::ERR)
+    let events = wait_ready(socket, PollFlags::empty(), Some(Duration::ZERO));
+    events.is_ok_and(|events| events.intersects(PollFlags::HUP | PollFlags::ERR))
 }
 
 /// The peer's process and user, for the log.

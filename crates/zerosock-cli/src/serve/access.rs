@@ -19,6 +19,13 @@ use super::list::joined_by_plus;
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct AccessEntry(Rule);
 
+impl AccessEntry {
+    /// The endpoints that the rule names.
+    pub(super) fn parties(&self) -> impl Iterator<Item = &Party> {
+        self.0.from.iter().chain(&self.0.to)
+    }
+}
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawRule {
@@ -81,24 +88,17 @@ pub(super) fn list(entries: Vec<AccessEntry>) -> AccessList {
     AccessList::new(entries.into_iter().map(|AccessEntry(rule)| rule))
 }
 
-/// The first group in a rule that is not in `known`, with the index of the rule.
-pub(super) fn unknown_group<'a>(
-    entries: &'a [AccessEntry],
+/// The first group among the parties of rules that is not in `known`, with the index of the rule.
+pub(super) fn unknown_group<'a, P: IntoIterator<Item = &'a Party>>(
+    rules: impl IntoIterator<Item = P>,
     known: &BTreeSet<&str>,
 ) -> Option<(usize, &'a str)> {
-    entries
-        .iter()
-        .enumerate()
-        .find_map(|(index, AccessEntry(rule))| {
-            let parties = rule.from.iter().chain(&rule.to);
-            let mut groups = parties.filter_map(|party| match party {
-                Party::Group(group) => Some(group.as_str()),
-                _ => None,
-            });
-            groups
-                .find(|group| !known.contains(group))
-                .map(|group| (index, group))
+    rules.into_iter().enumerate().find_map(|(index, parties)| {
+        parties.into_iter().find_map(|party| match party {
+            Party::Group(group) if !known.contains(group.as_str()) => Some((index, group.as_str())),
+            _ => None,
         })
+    })
 }
 
 const PARTIES: &str = "any, host, a CID such as 3, CIDs such as 3-9, group:NAME or name:NAME, \

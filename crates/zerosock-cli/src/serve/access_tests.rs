@@ -61,11 +61,17 @@ fn rules_are_read_in_their_order() {
         },
     ]);
     assert_eq!(
-        unknown_group(&entries, &BTreeSet::from(["db", "a b"])),
+        unknown_group(
+            entries.iter().map(AccessEntry::parties),
+            &BTreeSet::from(["db", "a b"])
+        ),
         None
     );
     let known = BTreeSet::from(["db"]);
-    assert_eq!(unknown_group(&entries, &known), Some((1, "a b")));
+    assert_eq!(
+        unknown_group(entries.iter().map(AccessEntry::parties), &known),
+        Some((1, "a b"))
+    );
     assert_eq!(list(entries), wanted);
 }
 

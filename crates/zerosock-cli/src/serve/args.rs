@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::attach_flags::AttachFlags;
+use super::attach_flags::RawAttach;
 use super::forward::ForwardFlags;
 use super::vm::{RawVm, VmFlags};
 use crate::duration;
@@ -53,7 +53,7 @@ pub(crate) struct ServeArgs {
     pub(crate) config: Option<PathBuf>,
 
     #[command(flatten)]
-    pub(crate) attach: AttachFlags,
+    pub(crate) attach: RawAttach,
 
     #[command(flatten)]
     pub(crate) forward: ForwardFlags,

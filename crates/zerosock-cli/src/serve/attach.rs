@@ -1,11 +1,12 @@
 //! Validated settings of the attach socket.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::Mode;
 
 use super::attach_flags::RawAttach;
-use super::validate::{OptionSource, SettingsError, parse_groups};
+use super::validate::{OptionSource, SettingsError, parse_groups, wrong};
 use crate::mode::parse_mode;
 use crate::sockets;
 
@@ -52,36 +53,35 @@ impl Attach {
             option: source.attach_option("socket"),
             fix: "name the Unix socket on which processes ask to attach",
         })?;
-        sockets::check_path(&socket).map_err(|reason| {
-            source.wrong_attach("socket", socket.display(), reason.to_string())
-        })?;
+        let wrong = |key: &str, value: &dyn fmt::Display, fix: &dyn fmt::Display| {
+            wrong(source.attach_option(key), value, fix.to_string())
+        };
+        sockets::check_path(&socket)
+            .map_err(|reason| wrong("socket", &socket.display(), &reason))?;
         let mode = match &raw.mode {
             None => None,
             Some(text) => Some(parse_mode(text).ok_or_else(|| {
                 let fix = "give permission bits in octal, 0 to 0777, such as 0660";
-                source.wrong_attach("mode", text, fix)
+                wrong("mode", text, &fix)
             })?),
         };
-        if let Some(&uid) = raw.uid.iter().find(|&&uid| uid == u32::MAX) {
-            let fix = "no user has this number; give one from 0 to 4294967294";
-            return Err(source.wrong_attach("uid", uid, fix));
+        for (key, uids) in [("uid", &raw.uid), ("service-uid", &raw.service_uid)] {
+            if uids.contains(&u32::MAX) {
+                let fix = "no user has this number; give one from 0 to 4294967294";
+                return Err(wrong(key, &u32::MAX, &fix));
+            }
         }
         let groups = raw.groups.as_deref().unwrap_or(DEFAULT_GROUP);
-        let groups =
-            parse_groups(groups).map_err(|fix| source.wrong_attach("groups", groups, fix))?;
+        let groups = parse_groups(groups).map_err(|fix| wrong("groups", &groups, &fix))?;
         let max = raw.max.unwrap_or(DEFAULT_MAX);
         if !(1..=MAX_PROCESSES).contains(&max) {
-            let fix = format!("give a number from 1 to {MAX_PROCESSES}");
-            return Err(source.wrong_attach("max", max, fix));
-        }
-        if let Some(&uid) = raw.service_uid.iter().find(|&&uid| uid == u32::MAX) {
-            let fix = "no user has this number; give one from 0 to 4294967294";
-            return Err(source.wrong_service("uid", uid, fix));
+            let fix = format_args!("give a number from 1 to {MAX_PROCESSES}");
+            return Err(wrong("max", &max, &fix));
         }
         let service_max = raw.service_max.unwrap_or(DEFAULT_SERVICES);
         if service_max > MAX_PROCESSES {
-            let fix = format!("give a number from 0 to {MAX_PROCESSES}");
-            return Err(source.wrong_service("max", service_max, fix));
+            let fix = format_args!("give a number from 0 to {MAX_PROCESSES}");
+            return Err(wrong("service-max", &service_max, &fix));
         }
         let hybrid = match raw.uds_path {
             None => None,
@@ -110,7 +110,7 @@ impl Hybrid {
     }
 
     fn new(source: OptionSource<'_>, path: PathBuf) -> Result<Hybrid, SettingsError> {
-        let wrong = |fix: String| source.wrong_attach("uds-path", path.display(), fix);
+        let wrong = |fix: String| wrong(source.attach_option("uds-path"), path.display(), fix);
         let text = path.to_str();
         let text = text.ok_or_else(|| wrong("a path of other characters than UTF-8's".into()))?;
         // The longest CID.

@@ -53,8 +53,7 @@ pub(crate) struct ForwardFlags {
 
 /// One entry of `forward`.
 #[derive(Clone, Debug, Eq, PartialEq, Deserialize)]
-#[serde(from = "RawForward")]
-pub(crate) struct Forward(pub(super) ForwardRule);
+pub(crate) struct Forward(#[serde(with = "ForwardKeys")] pub(super) ForwardRule);
 
 /// One entry of `listen`: a [`ListenRule`] without its socket.
 #[derive(Clone, Debug, Eq, PartialEq, Deserialize)]
@@ -128,15 +127,16 @@ impl Listen {
     }
 }
 
+/// The keys of a [`ForwardRule`].
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RawForward {
+#[serde(remote = "ForwardRule", deny_unknown_fields)]
+struct ForwardKeys {
     #[serde(default, deserialize_with = "rule_name")]
     name: Option<RuleName>,
     #[serde(default = "any", deserialize_with = "access::parties")]
     from: Vec<Party>,
-    #[serde(deserialize_with = "ports")]
-    port: RangeInclusive<Port>,
+    #[serde(rename = "port", deserialize_with = "ports")]
+    ports: RangeInclusive<Port>,
     #[serde(deserialize_with = "parsed")]
     to: TargetTemplate,
     #[serde(default, deserialize_with = "networks")]
@@ -157,44 +157,12 @@ struct RawForward {
     zero_copy: ZeroCopy,
 }
 
-impl From<RawForward> for Forward {
-    fn from(raw: RawForward) -> Forward {
-        Forward(ForwardRule {
-            name: raw.name,
-            from: raw.from,
-            ports: raw.port,
-            to: raw.to,
-            allow: raw.allow,
-            deny: raw.deny,
-            connect_timeout: raw.connect_timeout,
-            idle_timeout: raw.idle_timeout,
-            keepalive: raw.keepalive,
-            proxy_protocol: raw.proxy_protocol,
-            max_connections: raw.max_connections,
-            zero_copy: raw.zero_copy,
-        })
-    }
-}
-
 fn any() -> Vec<Party> {
     vec![Party::Any]
 }
 
 fn keepalive() -> Option<Duration> {
     Some(KEEPALIVE)
-}
-
-/// The first group in a rule that `is_known` does not know, with the index of the rule.
-pub(super) fn unknown_group(
-    rules: &[ForwardRule],
-    is_known: impl Fn(&str) -> bool,
-) -> Option<(usize, &str)> {
-    rules.iter().enumerate().find_map(|(index, rule)| {
-        rule.from.iter().find_map(|party| match party {
-            Party::Group(group) if !is_known(group) => Some((index, group.as_str())),
-            _ => None,
-        })
-    })
 }
 
 fn parse_forward(text: &str) -> Result<ForwardRule, String> {

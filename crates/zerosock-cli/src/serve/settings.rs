@@ -3,7 +3,6 @@
 //! Every error names the option as it was written, its value and the valid values.
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -12,11 +11,13 @@ use zerosock::daemon::DaemonConfig;
 use zerosock::forward::{self, ForwardRule, ListenAddress, RuleError};
 use zerosock::{Cid, Port};
 
+use super::access::{AccessEntry, unknown_group};
 use super::args::{DaemonFlags, OkPort, ServeArgs};
 use super::attach::Attach;
-use super::forward::{Forward, Listen, unknown_group};
+use super::attach_flags::RawAttach;
+use super::forward::{Forward, Listen};
 use super::taken::{Taken, absolute};
-use super::validate::{OptionSource, SettingsError, check_path, parse_groups, place_of};
+use super::validate::{OptionSource, SettingsError, check_path, parse_groups, place_of, wrong};
 use super::vm::{Host, RawVm, Vm};
 use super::{access, cpus, uds_paths};
 use crate::net::network::Network;
@@ -81,18 +82,16 @@ impl Settings {
         let mut rules = Vec::new();
         let (mut forward, mut listen) = (args.forward.forward, args.forward.listen);
         let mut net = Vec::new();
-        let attach = args.attach.into_raw();
+        let attach = Some(args.attach).filter(|raw| *raw != RawAttach::default());
         let mut attach = attach.map(|raw| (OptionSource::Flags, raw));
         if let Some(path) = &config {
             let file = super::file::read(path)?;
-            if let (Some(_), Some(_)) = (flags.spin_us, file.spin_us) {
-                return Err(SettingsError::Both {
-                    option: "--spin-us".into(),
-                    other: format!("{}: spin_us", path.display()),
-                });
-            }
-            flags.spin_us = flags.spin_us.or(file.spin_us);
+            let both = |option: &str, key: &str| SettingsError::Both {
+                option: format!("--{}", option.replace('_', "-")),
+                other: format!("{}: {key}", path.display()),
+            };
             for (key, flag, in_file) in [
+                ("spin_us", &mut flags.spin_us, file.spin_us),
                 ("max_memory", &mut flags.max_memory, file.max_memory),
                 (
                     "max_memory_total",
@@ -101,10 +100,7 @@ impl Settings {
                 ),
             ] {
                 if flag.is_some() && in_file.is_some() {
-                    return Err(SettingsError::Both {
-                        option: format!("--{}", key.replace('_', "-")),
-                        other: format!("{}: {key}", path.display()),
-                    });
+                    return Err(both(key, key));
                 }
                 *flag = flag.or(in_file);
             }
@@ -113,27 +109,17 @@ impl Settings {
             }
             rules = file.access;
             net = file.net;
-            for (key, both) in [
-                ("forward", !forward.is_empty() && !file.forward.is_empty()),
-                ("listen", !listen.is_empty() && !file.listen.is_empty()),
-            ] {
-                if both {
-                    return Err(SettingsError::Both {
-                        option: format!("--{key}"),
-                        other: format!("{}: {key}", path.display()),
-                    });
-                }
+            if !forward.is_empty() && !file.forward.is_empty() {
+                return Err(both("forward", "forward"));
+            }
+            if !listen.is_empty() && !file.listen.is_empty() {
+                return Err(both("listen", "listen"));
             }
             forward.extend(file.forward.into_iter().map(|Forward(rule)| rule));
             listen.extend(file.listen);
             let source = OptionSource::File { path, index: 0 };
             attach = match (attach, file.attach) {
-                (Some(_), Some(_)) => {
-                    return Err(SettingsError::Both {
-                        option: "--attach-socket".into(),
-                        other: format!("{}: attach", path.display()),
-                    });
-                }
+                (Some(_), Some(_)) => return Err(both("attach-socket", "attach")),
                 (flags, raw) => flags.or(raw.map(|raw| (source, raw))),
             };
         } else if !args.vm.is_empty() {
@@ -171,21 +157,23 @@ impl Settings {
         let groups = vms.iter().flat_map(|vm| &vm.groups);
         let groups = groups.chain(attach.iter().flat_map(|attach| &attach.groups));
         let groups: BTreeSet<&str> = groups.map(String::as_str).collect();
-        if let Some((index, group)) = access::unknown_group(&rules, &groups) {
+        let parties = rules.iter().map(AccessEntry::parties);
+        if let Some((index, group)) = unknown_group(parties, &groups) {
             let path = config.as_deref().unwrap_or(Path::new(""));
             let known = groups.into_iter().collect::<Vec<_>>().join(", ");
-            return Err(SettingsError::Wrong {
-                option: format!("{}: access[{index}]", path.display()),
-                value: format!("group:{group}"),
-                fix: format!("no VM or process is in this group; the groups are {known}"),
-            });
+            return Err(wrong(
+                format!("{}: access[{index}]", path.display()),
+                format_args!("group:{group}"),
+                format!("no VM or process is in this group; the groups are {known}"),
+            ));
         }
-        if let Some((index, group)) = unknown_group(&forward, |group| groups.contains(group)) {
-            return Err(SettingsError::Wrong {
-                option: format!("forward[{index}]: from"),
-                value: format!("group:{group}"),
-                fix: "no VM or process is in this group".to_owned(),
-            });
+        let senders = forward.iter().map(|rule| &rule.from);
+        if let Some((index, group)) = unknown_group(senders, &groups) {
+            return Err(wrong(
+                format!("forward[{index}]: from"),
+                format_args!("group:{group}"),
+                "no VM or process is in this group",
+            ));
         }
         // Behind the others, which errors and counters name by number.
         let first_named = forward.len();
@@ -245,7 +233,6 @@ struct Rules {
     listen: Vec<Listen>,
 }
 
-/// The file in errors, with a colon.
 /// Finds conflicts of forwarding and listening rules.
 fn check_rules(
     file: Option<&Path>,
@@ -263,11 +250,7 @@ fn check_rules(
     forward::check_listeners(&without_sockets).map_err(refused)?;
     for (index, listen) in listen.iter().enumerate() {
         if let ListenAddress::Unix(path) | ListenAddress::UnixSeqpacket(path) = &listen.on {
-            let wrong = |fix| SettingsError::Wrong {
-                option: format!("{place}listen[{index}]: on"),
-                value: listen.on.to_string(),
-                fix,
-            };
+            let wrong = |fix: String| wrong(format!("{place}listen[{index}]: on"), &listen.on, fix);
             sockets::check_path(path).map_err(|reason| wrong(reason.to_string()))?;
             if let Some(other) = taken.paths.get(&absolute(path)) {
                 return Err(wrong(format!("already used by {other}")));
@@ -284,13 +267,8 @@ fn daemon(
     rules: Rules,
     net: Vec<Network>,
 ) -> Result<Settings, SettingsError> {
-    let wrong = |option: &str, value: &dyn fmt::Display, fix: String| SettingsError::Wrong {
-        option: option.to_string(),
-        value: value.to_string(),
-        fix,
-    };
     let access = flags.sockets.access();
-    let access = access.map_err(|it| wrong(it.option, &it.value, it.fix))?;
+    let access = access.map_err(|it| wrong(it.option, it.value, it.fix))?;
     let pinned = match &flags.cpus {
         None => Vec::new(),
         Some(text) => {
@@ -303,7 +281,7 @@ fn daemon(
             Ok(n @ 1..=MAX_CONNECTIONS) => Some(n),
             _ => {
                 let fix = format!("give a number from 1 to {MAX_CONNECTIONS}");
-                return Err(wrong("--max-connections", &number, fix));
+                return Err(wrong("--max-connections", number, fix));
             }
         },
     };
@@ -312,15 +290,15 @@ fn daemon(
         ("--max-memory-total", flags.max_memory_total),
     ] {
         if bytes == Some(0) {
-            let fix = "no VM works without memory; give bytes, such as 64G".to_string();
-            return Err(wrong(option, &0, fix));
+            let fix = "no VM works without memory; give bytes, such as 64G";
+            return Err(wrong(option, 0, fix));
         }
     }
     if let (Some(each), Some(total)) = (flags.max_memory, flags.max_memory_total)
         && total < each
     {
         let fix = format!("give at least what one VM may have, {each} (--max-memory)");
-        return Err(wrong("--max-memory-total", &total, fix));
+        return Err(wrong("--max-memory-total", total, fix));
     }
     let defaults = DaemonConfig::default();
     let max_memory = flags.max_memory.unwrap_or(defaults.max_memory);
@@ -331,25 +309,22 @@ fn daemon(
         .ok()
         .filter(|pairs| (1..=16).contains(pairs))
         .ok_or_else(|| {
-            let fix = "give a number from 1 to 16".to_string();
-            wrong("--queue-pairs", &flags.queue_pairs, fix)
+            let fix = "give a number from 1 to 16";
+            wrong("--queue-pairs", flags.queue_pairs, fix)
         })?;
     let spin = flags.spin_us.unwrap_or(0);
     if spin > MAX_SPIN_US {
         let fix = format!("give microseconds from 0 (never) to {MAX_SPIN_US}, such as 50");
-        return Err(wrong("--spin-us", &spin, fix));
+        return Err(wrong("--spin-us", spin, fix));
     }
     if flags.connect_timeout.is_zero() {
-        let fix = "no connection can come about in no time; give seconds, such as 2".to_string();
-        return Err(wrong("--connect-timeout", &0, fix));
+        let fix = "no connection can come about in no time; give seconds, such as 2";
+        return Err(wrong("--connect-timeout", 0, fix));
     }
     let workers = match flags.workers {
         Some(0) => {
-            return Err(wrong(
-                "--workers",
-                &0,
-                "give at least 1: workers move the data".into(),
-            ));
+            let fix = "give at least 1: workers move the data";
+            return Err(wrong("--workers", 0, fix));
         }
         Some(n) => usize::try_from(n).unwrap_or(usize::MAX),
         None if !pinned.is_empty() => pinned.len(),

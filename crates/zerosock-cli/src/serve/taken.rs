@@ -9,7 +9,7 @@ use zerosock::{Cid, Port};
 use super::attach::{Attach, Hybrid};
 use super::derived::{self, PortBase, PortPath};
 use super::forward::Listen;
-use super::validate::{OptionSource, SettingsError, place_of};
+use super::validate::{OptionSource, SettingsError, place_of, wrong};
 use super::vm::{Host, Vm};
 use crate::net::network::Network;
 
@@ -146,14 +146,11 @@ impl Taken {
                 Some((named.option.clone(), named.port.get()))
             };
             if let Some((by, port)) = base.or_else(named) {
-                return Err(SettingsError::Wrong {
-                    option,
-                    value: path.display().to_string(),
-                    fix: format!(
-                        "this is port {port} of the host for {by}: the guest would reach this socket of \
-                         zerosock; choose another path"
-                    ),
-                });
+                let fix = format!(
+                    "this is port {port} of the host for {by}: the guest would reach this socket of \
+                     zerosock; choose another path"
+                );
+                return Err(wrong(option, path.display(), fix));
             }
         }
         Ok(())

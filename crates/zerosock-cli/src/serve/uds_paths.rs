@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Deserializer, de};
+use serde::de::Error;
+use serde::{Deserialize, Deserializer};
 use zerosock::Port;
 use zerosock::access::{Cids, Party};
 use zerosock::forward::{ForwardRule, ParseRuleError};
@@ -104,37 +104,25 @@ pub(super) fn rule(vm: Cids, port: Port, path: &Path) -> Result<ForwardRule, Par
 impl<'de> Deserialize<'de> for UdsPaths {
     /// One text, a list, or no value.
     fn deserialize<D: Deserializer<'de>>(input: D) -> Result<UdsPaths, D::Error> {
-        struct Values;
-        impl<'de> de::Visitor<'de> for Values {
-            type Value = UdsPaths;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a path, or a list of a path and of PORT=PATH")
-            }
-
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<UdsPaths, E> {
-                let path = UdsPath::parse(text.as_ref()).map_err(E::custom)?;
-                UdsPaths::of([path]).map_err(E::custom)
-            }
-
-            fn visit_unit<E: de::Error>(self) -> Result<UdsPaths, E> {
-                Ok(UdsPaths::default())
-            }
-
-            fn visit_none<E: de::Error>(self) -> Result<UdsPaths, E> {
-                Ok(UdsPaths::default())
-            }
-
-            fn visit_seq<A: de::SeqAccess<'de>>(self, mut items: A) -> Result<UdsPaths, A::Error> {
-                let mut paths = UdsPaths::default();
-                while let Some(item) = items.next_element::<String>()? {
-                    let path = UdsPath::parse(item.as_ref()).map_err(de::Error::custom)?;
-                    paths.add(path).map_err(de::Error::custom)?;
-                }
-                Ok(paths)
-            }
+        #[derive(Deserialize)]
+        #[serde(
+            untagged,
+            expecting = "expected a path, or a list of a path and of PORT=PATH"
+        )]
+        enum Written {
+            One(String),
+            Many(Vec<String>),
         }
-        input.deserialize_any(Values)
+        let values = match Option::deserialize(input)? {
+            None => Vec::new(),
+            Some(Written::One(value)) => vec![value],
+            Some(Written::Many(values)) => values,
+        };
+        let values = values.iter().map(|value| UdsPath::parse(value.as_ref()));
+        let values = values
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(D::Error::custom)?;
+        UdsPaths::of(values).map_err(D::Error::custom)
     }
 }
 

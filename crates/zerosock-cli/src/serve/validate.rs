@@ -64,44 +64,14 @@ impl OptionSource<'_> {
         }
     }
 
-    /// A key of the attach socket, as it was written.
+    /// A key of the attach socket or of host services, with dashes, as it was written.
     pub(super) fn attach_option(self, key: &str) -> String {
         match self {
             OptionSource::File { path, .. } => {
                 format!("{}: attach.{}", path.display(), key.replace('-', "_"))
             }
+            _ if key.starts_with("service-") => format!("--{key}"),
             OptionSource::Flags | OptionSource::Vm => format!("--attach-{key}"),
-        }
-    }
-
-    /// As [`wrong_attach`](OptionSource::wrong_attach), for the keys of services.
-    pub(super) fn wrong_service(
-        self,
-        key: &str,
-        value: impl fmt::Display,
-        fix: impl Into<String>,
-    ) -> SettingsError {
-        let option = match self {
-            OptionSource::File { path, .. } => format!("{}: attach.service_{key}", path.display()),
-            OptionSource::Flags | OptionSource::Vm => format!("--service-{key}"),
-        };
-        SettingsError::Wrong {
-            option,
-            value: value.to_string(),
-            fix: fix.into(),
-        }
-    }
-
-    pub(super) fn wrong_attach(
-        self,
-        key: &str,
-        value: impl fmt::Display,
-        fix: impl Into<String>,
-    ) -> SettingsError {
-        SettingsError::Wrong {
-            option: self.attach_option(key),
-            value: value.to_string(),
-            fix: fix.into(),
         }
     }
 
@@ -111,11 +81,20 @@ impl OptionSource<'_> {
         value: impl fmt::Display,
         fix: impl Into<String>,
     ) -> SettingsError {
-        SettingsError::Wrong {
-            option: self.option(key),
-            value: value.to_string(),
-            fix: fix.into(),
-        }
+        wrong(self.option(key), value, fix)
+    }
+}
+
+/// The error of an option with a value that is not valid.
+pub(super) fn wrong(
+    option: impl Into<String>,
+    value: impl fmt::Display,
+    fix: impl Into<String>,
+) -> SettingsError {
+    SettingsError::Wrong {
+        option: option.into(),
+        value: value.to_string(),
+        fix: fix.into(),
     }
 }
 

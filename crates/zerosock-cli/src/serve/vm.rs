@@ -12,6 +12,7 @@ use zerosock::Cid;
 use super::forward::Seconds;
 use super::list::joined_by_plus;
 use super::uds_paths::{UdsPath, UdsPathError, UdsPaths};
+use crate::number::Whole;
 use crate::{duration, number};
 
 /// One VM after validation.
@@ -140,9 +141,8 @@ fn seconds<'de, D: Deserializer<'de>>(input: D) -> Result<Option<Duration>, D::E
 /// A CID in the file, if there is one.
 fn cid<'de, D: Deserializer<'de>>(input: D) -> Result<Option<Cid>, D::Error> {
     let text = Option::<String>::deserialize(input)?;
-    let parse = |text: String| {
-        number::cid(&text).map_err(|fix| D::Error::custom(format!("`{text}` is not a CID; {fix}")))
-    };
+    let parse =
+        |text: String| cid_of(&text).map_err(|fault| D::Error::custom(format!("`{text}` {fault}")));
     text.map(parse).transpose()
 }
 
@@ -178,25 +178,11 @@ pub(crate) enum VmTextError {
     Twice(&'static str),
     #[error(transparent)]
     UdsPath(#[from] UdsPathError),
-    #[error("{key}={value} is neither true nor false")]
-    NotABool { key: &'static str, value: String },
-    #[error("{key}={value} is no time: {fix}")]
-    Seconds {
+    #[error("{key}={value} {fault}")]
+    Wrong {
         key: &'static str,
         value: String,
-        fix: &'static str,
-    },
-    #[error("{key}={value} is not a CID; {fix}")]
-    Cid {
-        key: &'static str,
-        value: String,
-        fix: String,
-    },
-    #[error("{key}={value} is not a whole number from 0 to {largest}")]
-    NotANumber {
-        key: &'static str,
-        value: String,
-        largest: u64,
+        fault: String,
     },
 }
 
@@ -211,41 +197,29 @@ pub(crate) fn parse_vm(text: &str) -> Result<RawVm, VmTextError> {
             .split_once('=')
             .ok_or_else(|| VmTextError::NoValue(pair.to_string()))?;
         match key.replace('_', "-").as_str() {
-            "guest-cid" => set_cid(&mut vm.guest_cid, "guest-cid", value)?,
+            "guest-cid" => set_parsed(&mut vm.guest_cid, "guest-cid", value, cid_of)?,
             "socket" => set(&mut vm.socket, "socket", PathBuf::from(value))?,
             "uds-path" => vm.uds_path.add(UdsPath::parse(value.as_ref())?)?,
             "uds-path-seqpacket" => {
                 let key = "uds-path-seqpacket";
                 set(&mut vm.uds_path_seqpacket, key, PathBuf::from(value))?;
             }
-            "forward-cid" => set_cid(&mut vm.forward_cid, "forward-cid", value)?,
+            "forward-cid" => set_parsed(&mut vm.forward_cid, "forward-cid", value, cid_of)?,
             "forward-listen" => set(&mut vm.forward_listen, "forward-listen", value.to_string())?,
             "tx-buffer-size" => {
-                set_number(
-                    &mut vm.tx_buffer_size,
-                    "tx-buffer-size",
-                    value,
-                    u32::MAX.into(),
-                )?;
+                set_parsed(&mut vm.tx_buffer_size, "tx-buffer-size", value, whole)?;
             }
-            "queue-size" => set_number(&mut vm.queue_size, "queue-size", value, u64::MAX)?,
+            "queue-size" => set_parsed(&mut vm.queue_size, "queue-size", value, whole)?,
             "groups" => set(&mut vm.groups, "groups", value.to_string())?,
             "require-sealed-memory" => {
+                let parse = |text: &str| text.parse().map_err(|_| "is neither true nor false");
                 let key = "require-sealed-memory";
-                let value = value.parse().map_err(|_| VmTextError::NotABool {
-                    key,
-                    value: value.to_string(),
-                })?;
-                set(&mut vm.require_sealed_memory, key, value)?;
+                set_parsed(&mut vm.require_sealed_memory, key, value, parse)?;
             }
             "stopped-timeout" => {
-                let key = "stopped-timeout";
-                let value = duration::parse(value).map_err(|fix| VmTextError::Seconds {
-                    key,
-                    value: value.to_string(),
-                    fix,
-                })?;
-                set(&mut vm.stopped_timeout, key, value)?;
+                let parse =
+                    |text: &str| duration::parse(text).map_err(|fix| format!("is no time: {fix}"));
+                set_parsed(&mut vm.stopped_timeout, "stopped-timeout", value, parse)?;
             }
             _ => return Err(VmTextError::UnknownKey(key.to_string())),
         }
@@ -260,27 +234,28 @@ fn set<T>(slot: &mut Option<T>, key: &'static str, value: T) -> Result<(), VmTex
     }
 }
 
-fn set_cid(slot: &mut Option<Cid>, key: &'static str, value: &str) -> Result<(), VmTextError> {
-    let cid = number::cid(value).map_err(|fix| VmTextError::Cid {
-        key,
-        value: value.to_string(),
-        fix,
-    })?;
-    set(slot, key, cid)
-}
-
-fn set_number<T: std::str::FromStr>(
+fn set_parsed<T, E: Into<String>>(
     slot: &mut Option<T>,
     key: &'static str,
     value: &str,
-    largest: u64,
+    parse: impl FnOnce(&str) -> Result<T, E>,
 ) -> Result<(), VmTextError> {
-    let number = value.parse().map_err(|_| VmTextError::NotANumber {
+    let parsed = parse(value).map_err(|fault| VmTextError::Wrong {
         key,
         value: value.to_string(),
-        largest,
+        fault: fault.into(),
     })?;
-    set(slot, key, number)
+    set(slot, key, parsed)
+}
+
+fn cid_of(text: &str) -> Result<Cid, String> {
+    number::cid(text).map_err(|fix| format!("is not a CID; {fix}"))
+}
+
+fn whole<T: Whole>(text: &str) -> Result<T, String> {
+    let largest = T::LARGEST;
+    text.parse()
+        .map_err(|_| format!("is not a whole number from 0 to {largest}"))
 }
 
 #[cfg(test)]

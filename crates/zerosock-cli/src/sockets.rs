@@ -73,22 +73,23 @@ pub(crate) struct Access {
 pub(crate) enum BindError {
     #[error("{0}: {1}")]
     Path(String, PathError),
-    #[error("{0}: in use by a live process; stop that one, or choose another path")]
-    InUse(String),
-    #[error("{0}: exists and is not a socket; it was left alone, choose another path")]
-    NotASocket(String),
-    #[error("{path}: cannot find out whether the socket there is in use: {source}")]
-    Unprobed { path: String, source: io::Error },
-    #[error("{path}: cannot be made: {source}")]
-    Bind { path: String, source: io::Error },
-    #[error("{path}: --socket-group {gid}: {source}; run as a member of that group, or as root")]
-    Group {
+    #[error("{path}: {source}{}", remedy(source))]
+    Make {
         path: String,
-        gid: u32,
-        source: io::Error,
+        source: socket_file::BindError,
     },
-    #[error("{path}: --socket-mode: {source}")]
-    Mode { path: String, source: io::Error },
+}
+
+/// What to do about a socket that could not be made.
+fn remedy(error: &socket_file::BindError) -> &'static str {
+    match error {
+        socket_file::BindError::InUse => "; stop that one, or choose another path",
+        socket_file::BindError::NotASocket => "; it was left alone, choose another path",
+        socket_file::BindError::Group(_) => {
+            "; run as a member of the group of --socket-group, or as root"
+        }
+        _ => "",
+    }
 }
 
 /// Listens on a path for the host programs of a guest: refuses one in use, replaces a stale one. When the
@@ -179,20 +180,9 @@ fn bind_socket(
         reserved: peers.reserved,
         lock_wait: LOCK_WAIT,
     };
-    socket_file::bind(path, options).map_err(|error| {
-        let path = name();
-        match error {
-            socket_file::BindError::InUse => BindError::InUse(path),
-            socket_file::BindError::NotASocket => BindError::NotASocket(path),
-            socket_file::BindError::Unprobed(source) => BindError::Unprobed { path, source },
-            socket_file::BindError::Mode(source) => BindError::Mode { path, source },
-            socket_file::BindError::Make(source) => BindError::Bind { path, source },
-            socket_file::BindError::Group(source) => BindError::Group {
-                path,
-                gid: access.gid.map_or(0, Gid::as_raw),
-                source,
-            },
-        }
+    socket_file::bind(path, options).map_err(|source| BindError::Make {
+        path: name(),
+        source,
     })
 }
 

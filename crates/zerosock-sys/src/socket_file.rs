@@ -18,7 +18,6 @@
 //! socket was bound, and a rename does not change it.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -59,36 +58,27 @@ pub struct SocketFileOptions {
 }
 
 /// Why [`bind`] made no socket.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum BindError {
     /// A live process holds a socket at the path.
+    #[error("in use by a live process")]
     InUse,
     /// The path exists and is not a socket.
+    #[error("exists and is not a socket")]
     NotASocket,
     /// It is not known whether the socket at the path is held.
+    #[error("cannot find out whether the socket there is in use: {0}")]
     Unprobed(io::Error),
     /// The group cannot be set.
+    #[error("cannot set the group: {0}")]
     Group(io::Error),
     /// The mode cannot be set.
+    #[error("cannot set the mode: {0}")]
     Mode(io::Error),
     /// Any other call has failed.
+    #[error("cannot be made: {0}")]
     Make(io::Error),
 }
-
-impl fmt::Display for BindError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            BindError::InUse => f.write_str("in use by a live process"),
-            BindError::NotASocket => f.write_str("exists and is not a socket"),
-            BindError::Unprobed(e) => write!(f, "cannot find out whether it is in use: {e}"),
-            BindError::Group(e) => write!(f, "cannot set the group: {e}"),
-            BindError::Mode(e) => write!(f, "cannot set the mode: {e}"),
-            BindError::Make(e) => write!(f, "cannot be made: {e}"),
-        }
-    }
-}
-
-impl std::error::Error for BindError {}
 
 impl From<BindError> for io::Error {
     fn from(error: BindError) -> io::Error {

@@ -17,8 +17,9 @@ use super::error::{ConnectError, ConnectStage};
 /// The longest time of TCP_KEEPIDLE and TCP_KEEPINTVL that Linux takes.
 const MAX_KEEPALIVE: Duration = Duration::from_secs(32767);
 
-/// Sets TCP_NODELAY, and keepalive probes if there is an interval.
-pub(super) fn set_tcp_options(socket: impl AsFd, keepalive: Option<Duration>) -> io::Result<()> {
+/// Sets TCP_NODELAY, because what is relayed is passed on when it comes, and keepalive probes if there is an
+/// interval.
+pub(crate) fn set_tcp_options(socket: impl AsFd, keepalive: Option<Duration>) -> io::Result<()> {
     let socket = socket.as_fd();
     sockopt::set_tcp_nodelay(socket, true)?;
     if let Some(interval) = keepalive {

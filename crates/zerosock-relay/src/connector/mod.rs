@@ -64,6 +64,7 @@ use schedule::Order;
 
 pub use dial::ATTEMPTS_AT_ONCE;
 pub use error::{ConnectError, ConnectStage};
+pub(crate) use handover::set_tcp_options;
 pub use unix::NO_PERMISSION;
 pub(crate) use unix::RIGHTS;
 
@@ -314,7 +315,7 @@ async fn make(shared: &Shared, request: &ConnectRequest) -> Result<Connected, Co
     let (socket, address) = match &request.target {
         Target::Tcp { host, port } => {
             let dialled = dial_host(shared, host, *port, request, deadline, dial::tcp).await?;
-            handover::set_tcp_options(&dialled.socket, request.keepalive)?;
+            set_tcp_options(&dialled.socket, request.keepalive)?;
             (dialled.socket.into(), Some(dialled.address))
         }
         Target::Udp { host, port } => {

@@ -13,6 +13,7 @@ use zerosock_sys::{fd_passing, reuseport, vsock};
 
 use super::endpoint::KernelEndpoint;
 use super::socket::SocketKind;
+use crate::connector::set_tcp_options;
 
 /// Connections that may wait to be accepted; the kernel lowers it to net.core.somaxconn.
 const BACKLOG: i32 = 4096;
@@ -105,20 +106,6 @@ impl Listeners {
             file: None,
         }
     }
-}
-
-/// TCP_NODELAY, because a relay passes on what it gets when it gets it, and keepalive probes after and
-/// in intervals of this time.
-pub(super) fn set_tcp_options(socket: &OwnedFd, keepalive: Option<Duration>) -> io::Result<()> {
-    sockopt::set_tcp_nodelay(socket, true)?;
-    if let Some(time) = keepalive {
-        // The kernel takes whole seconds.
-        let time = Duration::from_secs(time.as_secs().clamp(1, 32767));
-        sockopt::set_socket_keepalive(socket, true)?;
-        sockopt::set_tcp_keepidle(socket, time)?;
-        sockopt::set_tcp_keepintvl(socket, time)?;
-    }
-    Ok(())
 }
 
 /// Large socket buffers for bursts, as far as the system allows.

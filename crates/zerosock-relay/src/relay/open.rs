@@ -15,9 +15,10 @@ use rustix::net::{
 use zerosock_sys::{PeerFd, socket_path, vsock};
 
 use super::endpoint::KernelEndpoint;
-use super::listen::{set_datagram_buffers, set_tcp_options};
+use super::listen::set_datagram_buffers;
 use super::pair::SocketStage;
 use super::socket::{Socket, SocketKind};
+use crate::connector::set_tcp_options;
 use crate::target::{Host, Target};
 
 /// An endpoint that connects, with all that is the same for each connection.

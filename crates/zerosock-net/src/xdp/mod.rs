@@ -22,7 +22,7 @@ mod received;
 mod sent;
 mod sizes;
 #[cfg(test)]
-mod veth;
+mod test_veth;
 
 use std::fmt;
 use std::io;

@@ -1,6 +1,6 @@
 //! A port on one end of a veth pair.
 
-use super::super::veth::{DEADLINE, VethPair, frame, with_pair};
+use super::super::test_veth::{DEADLINE, VethPair, frame, with_pair};
 use super::*;
 
 /// A port as the uplink of a switch, and what it counts.

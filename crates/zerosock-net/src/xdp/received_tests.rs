@@ -11,7 +11,7 @@ use zerosock_sys::memfd;
 use zerosock_sys::xdp::{Registered, Umem};
 
 use super::super::sizes::CHUNKS;
-use super::super::veth::{DEADLINE, VethPair, frame, with_pair};
+use super::super::test_veth::{DEADLINE, VethPair, frame, with_pair};
 use super::*;
 
 const NOT_POSTED: &str = "a frame came in a chunk that was not posted, or came back before";

@@ -22,7 +22,7 @@ pub(crate) enum EndpointArg {
 /// A socket of an endpoint that attaches.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Attached {
-    pub(crate) role: Role,
+    pub(crate) role: AttachRole,
     /// The attach socket of the daemon.
     pub(crate) path: PathBuf,
     /// What it connects to; `None`: it listens.
@@ -33,7 +33,7 @@ pub(crate) struct Attached {
 
 /// Kind of client on the attach socket.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Role {
+pub(crate) enum AttachRole {
     /// With a CID of its own.
     Process,
     /// As the host, CID 2.
@@ -57,10 +57,10 @@ impl FromStr for EndpointArg {
     fn from_str(text: &str) -> Result<EndpointArg, String> {
         let (kind, rest) = text.split_once(':').unwrap_or((text, ""));
         let attached = match kind {
-            "attach" => Attached::connecting(Role::Process, rest),
-            "attach-listen" => Attached::listening(Role::Process, rest),
-            "service" => Attached::connecting(Role::Service, rest),
-            "service-listen" => Attached::listening(Role::Service, rest),
+            "attach" => Attached::connecting(AttachRole::Process, rest),
+            "attach-listen" => Attached::listening(AttachRole::Process, rest),
+            "service" => Attached::connecting(AttachRole::Service, rest),
+            "service-listen" => Attached::listening(AttachRole::Service, rest),
             _ => {
                 return match text.parse() {
                     Ok(end) => Ok(EndpointArg::Kernel(end)),
@@ -77,7 +77,7 @@ impl FromStr for EndpointArg {
 
 impl Attached {
     /// Parses `PATH:PORT`.
-    fn listening(role: Role, text: &str) -> Result<Attached, String> {
+    fn listening(role: AttachRole, text: &str) -> Result<Attached, String> {
         let parts = path_and_port(text, &format!("{role}-listen:PATH:PORT"));
         let (path, port) = parts.map_err(|error| error.to_string())?;
         Ok(Attached {
@@ -89,7 +89,7 @@ impl Attached {
     }
 
     /// Parses `PATH:CID:PORT` or `PATH:NAME:PORT`.
-    fn connecting(role: Role, text: &str) -> Result<Attached, String> {
+    fn connecting(role: AttachRole, text: &str) -> Result<Attached, String> {
         let form = format!("{role}:PATH:CID:PORT");
         let parts = text.rsplit_once(':');
         let parts = parts.and_then(|(rest, port)| Some((rest.rsplit_once(':')?, port)));
@@ -112,8 +112,8 @@ impl Attached {
             builder = builder.connect_timeout(timeout);
         }
         match self.role {
-            Role::Process => builder.attach(&self.path),
-            Role::Service => builder.attach_as_host(&self.path),
+            AttachRole::Process => builder.attach(&self.path),
+            AttachRole::Service => builder.attach_as_host(&self.path),
         }
     }
 }
@@ -167,11 +167,11 @@ impl fmt::Display for Attached {
     }
 }
 
-impl fmt::Display for Role {
+impl fmt::Display for AttachRole {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Role::Process => "attach",
-            Role::Service => "service",
+            AttachRole::Process => "attach",
+            AttachRole::Service => "service",
         })
     }
 }

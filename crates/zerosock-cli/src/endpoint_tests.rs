@@ -2,7 +2,7 @@
 
 use super::*;
 
-fn attached(role: Role, path: &str, to: Option<CidOrName>, port: u32) -> EndpointArg {
+fn attached(role: AttachRole, path: &str, to: Option<CidOrName>, port: u32) -> EndpointArg {
     let (path, port) = (path.into(), Port::new(port));
     EndpointArg::Attached(Attached {
         role,
@@ -22,19 +22,19 @@ fn every_form_is_parsed_and_displayed_unchanged() {
     for (text, wanted) in [
         (
             "attach:/run/a:3:7",
-            attached(Role::Process, "/run/a", cid, 7),
+            attached(AttachRole::Process, "/run/a", cid, 7),
         ),
         (
             "attach-listen:/run/a:7",
-            attached(Role::Process, "/run/a", None, 7),
+            attached(AttachRole::Process, "/run/a", None, 7),
         ),
         (
             "service:/run/a:b:db-1:7",
-            attached(Role::Service, "/run/a:b", name("db-1"), 7),
+            attached(AttachRole::Service, "/run/a:b", name("db-1"), 7),
         ),
         (
             "service-listen:/run/a:7",
-            attached(Role::Service, "/run/a", None, 7),
+            attached(AttachRole::Service, "/run/a", None, 7),
         ),
     ] {
         assert_eq!(text.parse(), Ok(wanted.clone()));
@@ -64,7 +64,7 @@ fn cids_and_ports_have_other_forms() {
         ("attach:/a:hypervisor:22", name("hypervisor")),
         ("attach:/a:any:22", name("any")),
     ] {
-        let wanted = attached(Role::Process, "/a", to, 22);
+        let wanted = attached(AttachRole::Process, "/a", to, 22);
         assert_eq!(text.parse(), Ok(wanted), "{text}");
     }
     // Reserved CIDs have names; a process may be named "local".

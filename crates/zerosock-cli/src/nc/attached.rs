@@ -8,8 +8,8 @@ use zerosock::vsock::Endpoint;
 
 use super::connection::{Connection, Kind, Transport};
 use super::datagrams::Datagrams;
-use super::error::ConnectError;
-use crate::endpoint::{Attached, CidOrName, Role};
+use super::error::{EstablishError, failed};
+use crate::endpoint::{AttachRole, Attached, CidOrName};
 
 /// Attaches, and connects or waits for a datagram.
 pub(super) fn establish(
@@ -17,11 +17,11 @@ pub(super) fn establish(
     transport: Transport,
     left: Option<Duration>,
     listening: &impl Fn(),
-) -> Result<Connection, ConnectError> {
+) -> Result<Connection, EstablishError> {
     match (&end.to, transport) {
         (Some(to), _) => connect(end, to, transport, left),
         (None, Transport::Datagrams) => receive_datagrams(end, left, listening),
-        (None, Transport::Connection(_)) => Err(ConnectError::Listens),
+        (None, Transport::Connection(_)) => Err(EstablishError::Listens),
     }
 }
 
@@ -30,10 +30,10 @@ fn connect(
     to: &CidOrName,
     transport: Transport,
     left: Option<Duration>,
-) -> Result<Connection, ConnectError> {
+) -> Result<Connection, EstablishError> {
     // A service sends datagrams from a port that it has claimed: use the same number.
     let (from, claimed) = match (end.role, transport) {
-        (Role::Service, Transport::Datagrams) => (end.port, &[end.port][..]),
+        (AttachRole::Service, Transport::Datagrams) => (end.port, &[end.port][..]),
         _ => (Port::ANY, &[][..]),
     };
     let endpoint = attach(end, claimed, left)?;
@@ -55,7 +55,7 @@ fn receive_datagrams(
     end: &Attached,
     left: Option<Duration>,
     listening: &impl Fn(),
-) -> Result<Connection, ConnectError> {
+) -> Result<Connection, EstablishError> {
     let port = end.port;
     let endpoint = attach(end, &[port], left)?;
     let waiting = format!("waiting for a datagram to port {port}");
@@ -64,7 +64,7 @@ fn receive_datagrams(
     match Datagrams::listen(&endpoint, port, left, listening) {
         Ok(datagrams) => Ok(Connection::Datagrams(datagrams)),
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-            Err(ConnectError::TimedOut(waiting))
+            Err(EstablishError::TimedOut(waiting))
         }
         Err(error) => Err(failed(waiting)(error)),
     }
@@ -75,16 +75,8 @@ pub(super) fn attach(
     end: &Attached,
     ports: &[Port],
     left: Option<Duration>,
-) -> Result<Endpoint, ConnectError> {
+) -> Result<Endpoint, EstablishError> {
     let failed = failed(format!("attaching at {}", end.path.display()));
     let attached = end.attach(ports, left);
     attached.map_err(|error| failed(error.into()))
-}
-
-/// The error of an operation.
-pub(super) fn failed(operation: String) -> impl Fn(io::Error) -> ConnectError {
-    move |source| ConnectError::Attached {
-        operation: operation.clone(),
-        source,
-    }
 }

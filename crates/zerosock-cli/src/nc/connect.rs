@@ -12,7 +12,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFla
 use super::attached;
 use super::connection::{Connection, Kind, Transport};
 use super::deadline::Deadline;
-use super::error::ConnectError;
+use super::error::{EstablishError, failed};
 use super::listen::Acceptor;
 use crate::endpoint::EndpointArg;
 use zerosock_relay::Target;
@@ -31,7 +31,7 @@ pub(super) fn bind(
     backlog: i32,
     deadline: Deadline,
     retry: bool,
-) -> Result<Option<Acceptor>, ConnectError> {
+) -> Result<Option<Acceptor>, EstablishError> {
     repeat(deadline, retry, || {
         Acceptor::bind(endpoint, kind, backlog, deadline)
     })
@@ -44,20 +44,20 @@ pub(super) fn establish(
     deadline: Deadline,
     retry: bool,
     listening: impl Fn(),
-) -> Result<Connection, ConnectError> {
+) -> Result<Connection, EstablishError> {
     repeat(deadline, retry, || {
         let (end, kind) = match (endpoint, transport) {
             (EndpointArg::Attached(end), _) => {
                 return attached::establish(end, transport, deadline.left(), &listening);
             }
-            (_, Transport::Datagrams) => return Err(ConnectError::NoDatagrams),
+            (_, Transport::Datagrams) => return Err(EstablishError::NoDatagrams),
             (EndpointArg::Kernel(end), Transport::Connection(kind)) => (end, kind),
         };
         let socket = match end {
             KernelEndpoint::Vsock { cid, port } => vsock(*cid, *port, kind, deadline),
             KernelEndpoint::Connect(Target::Unix(path)) => unix(path, kind, deadline),
             KernelEndpoint::Hybrid { path, port } => hybrid(path, *port, kind, deadline),
-            _ => Err(ConnectError::Listens),
+            _ => Err(EstablishError::Listens),
         };
         socket.map(|socket| kind.of(socket))
     })
@@ -67,8 +67,8 @@ pub(super) fn establish(
 fn repeat<T>(
     deadline: Deadline,
     retry: bool,
-    mut attempt: impl FnMut() -> Result<T, ConnectError>,
-) -> Result<T, ConnectError> {
+    mut attempt: impl FnMut() -> Result<T, EstablishError>,
+) -> Result<T, EstablishError> {
     // Short at first, because a guest's service often starts shortly after its VM.
     let mut pause = Duration::from_millis(20);
     loop {
@@ -85,18 +85,18 @@ fn repeat<T>(
     }
 }
 
-fn vsock(cid: u32, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd, ConnectError> {
+fn vsock(cid: u32, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd, EstablishError> {
     let failed = |error: io::Error| match Errno::from_io_error(&error) {
         Some(Errno::CONNRESET | Errno::CONNREFUSED) => {
-            ConnectError::Refused(format!("port {port} of CID {cid} ({REFUSED_BY_PEER})"))
+            EstablishError::Refused(format!("port {port} of CID {cid} ({REFUSED_BY_PEER})"))
         }
-        Some(Errno::AFNOSUPPORT) => ConnectError::System {
+        Some(Errno::AFNOSUPPORT) => EstablishError::System {
             operation:
                 "this kernel has no AF_VSOCK (modprobe vsock; on a host use hybrid:PATH:PORT)"
                     .into(),
             source: error,
         },
-        _ => ConnectError::System {
+        _ => EstablishError::System {
             operation: format!("connecting to vsock:{cid}:{port}"),
             source: error,
         },
@@ -108,7 +108,7 @@ fn vsock(cid: u32, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd,
     let socket = connecting.map_err(failed)?;
     let ready = wait_ready(&socket, PollFlags::OUT, deadline.left()).map_err(failed)?;
     if ready.is_empty() {
-        return Err(ConnectError::TimedOut(format!(
+        return Err(EstablishError::TimedOut(format!(
             "connecting to vsock:{cid}:{port}"
         )));
     }
@@ -117,18 +117,18 @@ fn vsock(cid: u32, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd,
     Ok(socket)
 }
 
-fn unix(path: &Path, kind: Kind, deadline: Deadline) -> Result<OwnedFd, ConnectError> {
+fn unix(path: &Path, kind: Kind, deadline: Deadline) -> Result<OwnedFd, EstablishError> {
     let failed = |errno: Errno| match errno {
-        Errno::CONNREFUSED => ConnectError::Refused(format!(
+        Errno::CONNREFUSED => EstablishError::Refused(format!(
             "no listener at {} (a stale socket)",
             path.display()
         )),
         // With a send timeout, connect(2) fails with EAGAIN when the listener's backlog stays full.
-        Errno::AGAIN if deadline.is_over() => ConnectError::TimedOut(format!(
+        Errno::AGAIN if deadline.is_over() => EstablishError::TimedOut(format!(
             "connecting to {}: its backlog is full",
             path.display()
         )),
-        errno => ConnectError::System {
+        errno => EstablishError::System {
             operation: match (errno, kind) {
                 (Errno::PROTOTYPE, Kind::Bytes) => {
                     format!("{} is not a stream socket (--seqpacket?)", path.display())
@@ -165,10 +165,15 @@ fn set_send_timeout(socket: &OwnedFd, limit: Option<Duration>) -> rustix::io::Re
 /// Connects to the hybrid vsock socket at `path`: sends CONNECT and waits for OK. On a stream,
 /// reads the answer byte by byte, because the bytes after its newline are the guest's. On a
 /// SEQPACKET socket, each of the two is a packet.
-fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd, ConnectError> {
+fn hybrid(
+    path: &Path,
+    port: u32,
+    kind: Kind,
+    deadline: Deadline,
+) -> Result<OwnedFd, EstablishError> {
     let socket = unix(path, kind, deadline)?;
     let refused = || {
-        ConnectError::Refused(format!(
+        EstablishError::Refused(format!(
             "{} closed without OK for port {port} ({CLOSED_WITHOUT_OK})",
             path.display()
         ))
@@ -179,21 +184,15 @@ fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<Owne
         Ok(_) => {}
         Err(Errno::PIPE) => return Err(refused()),
         Err(errno) => {
-            return Err(ConnectError::System {
-                operation: "sending CONNECT".into(),
-                source: errno.into(),
-            });
+            return Err(failed("sending CONNECT".into())(errno.into()));
         }
     }
-    let failed = |source| ConnectError::System {
-        operation: format!("waiting for OK from {}", path.display()),
-        source,
-    };
+    let failed = failed(format!("waiting for OK from {}", path.display()));
     let mut answer = Vec::with_capacity(LONGEST_ANSWER);
     loop {
-        let ready = wait_ready(&socket, PollFlags::IN, deadline.left()).map_err(failed)?;
+        let ready = wait_ready(&socket, PollFlags::IN, deadline.left()).map_err(&failed)?;
         if ready.is_empty() {
-            return Err(ConnectError::TimedOut(format!(
+            return Err(EstablishError::TimedOut(format!(
                 "waiting for OK from {}",
                 path.display()
             )));
@@ -219,7 +218,7 @@ fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<Owne
             HybridAnswer::Unfinished => {}
             HybridAnswer::Other(line) => {
                 let answer = line.escape_debug();
-                return Err(ConnectError::Handshake(format!(
+                return Err(EstablishError::Handshake(format!(
                     "{} answered `{answer}` to CONNECT",
                     path.display()
                 )));

@@ -8,7 +8,7 @@ use crate::sockets;
 
 /// Why no connection was established.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum ConnectError {
+pub(crate) enum EstablishError {
     #[error("connection refused: {0}")]
     Refused(String),
     #[error("timed out {0}")]
@@ -25,27 +25,20 @@ pub(crate) enum ConnectError {
     #[error("the endpoint listens")]
     Listens,
     #[error("{operation}: {source}")]
-    Attached {
-        operation: String,
-        source: io::Error,
-    },
-    #[error("{operation}: {source}")]
     System {
         operation: String,
         source: io::Error,
     },
 }
 
-impl ConnectError {
+impl EstablishError {
     /// Whether the process or the system has too few descriptors, or too little memory, at the moment.
     pub(super) fn is_shortage(&self) -> bool {
         match self {
-            ConnectError::Attached { source, .. } | ConnectError::System { source, .. } => {
-                matches!(
-                    Errno::from_io_error(source),
-                    Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
-                )
-            }
+            EstablishError::System { source, .. } => matches!(
+                Errno::from_io_error(source),
+                Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
+            ),
             _ => false,
         }
     }
@@ -53,28 +46,29 @@ impl ConnectError {
     /// Whether a later attempt may succeed because the peer has not started yet.
     pub(super) fn is_transient(&self) -> bool {
         match self {
-            ConnectError::Refused(_) => true,
-            ConnectError::System { source, .. } => matches!(
-                Errno::from_io_error(source),
-                Some(
-                    Errno::NOENT
-                        | Errno::NODEV
-                        | Errno::NETUNREACH
-                        | Errno::HOSTUNREACH
-                        | Errno::TIMEDOUT
-                        | Errno::ADDRNOTAVAIL
-                        | Errno::AGAIN
-                )
-            ),
-            ConnectError::Attached { source, .. } => matches!(
-                source.kind(),
-                io::ErrorKind::NotFound
-                    | io::ErrorKind::ConnectionRefused
-                    | io::ErrorKind::ConnectionReset
-                    | io::ErrorKind::HostUnreachable
-                    | io::ErrorKind::TimedOut
-            ),
+            EstablishError::Refused(_) => true,
+            EstablishError::System { source, .. } => {
+                matches!(
+                    source.kind(),
+                    io::ErrorKind::NotFound
+                        | io::ErrorKind::ConnectionRefused
+                        | io::ErrorKind::ConnectionReset
+                        | io::ErrorKind::NetworkUnreachable
+                        | io::ErrorKind::HostUnreachable
+                        | io::ErrorKind::TimedOut
+                        | io::ErrorKind::AddrNotAvailable
+                        | io::ErrorKind::WouldBlock
+                ) || Errno::from_io_error(source) == Some(Errno::NODEV)
+            }
             _ => false,
         }
+    }
+}
+
+/// The error of an operation of the system or of an attached endpoint.
+pub(super) fn failed(operation: String) -> impl Fn(io::Error) -> EstablishError {
+    move |source| EstablishError::System {
+        operation: operation.clone(),
+        source,
     }
 }

@@ -13,7 +13,7 @@ use zerosock::vsock::{Listener, SeqPacketListener};
 use super::attached;
 use super::connection::{Connection, Kind};
 use super::deadline::Deadline;
-use super::error::ConnectError;
+use super::error::{EstablishError, failed};
 use crate::endpoint::EndpointArg;
 use crate::signals::{Signals, Wake};
 use crate::sockets::{self, SocketFile};
@@ -47,7 +47,7 @@ impl Acceptor {
         kind: Kind,
         backlog: i32,
         deadline: Deadline,
-    ) -> Result<Option<Acceptor>, ConnectError> {
+    ) -> Result<Option<Acceptor>, EstablishError> {
         let (source, place) = match endpoint {
             EndpointArg::Kernel(KernelEndpoint::VsockListen { port }) => {
                 let place = format!("vsock port {port}");
@@ -55,7 +55,7 @@ impl Acceptor {
             }
             EndpointArg::Kernel(KernelEndpoint::UnixListen(path)) => {
                 let place = path.display().to_string();
-                let signals = Signals::catch().map_err(failed(&place))?;
+                let signals = Signals::catch().map_err(failed_at(&place))?;
                 let access = sockets::Access::default();
                 let (listener, file) = sockets::bind_type(path, access, kind.socket_type())?;
                 let source = ListeningSocket::Kernel {
@@ -76,7 +76,7 @@ impl Acceptor {
                         listener.map(ListeningSocket::Messages)
                     }
                 };
-                let failed = attached::failed(format!("listening on port {port}"));
+                let failed = failed(format!("listening on port {port}"));
                 (listener.map_err(failed)?, format!("port {port}"))
             }
             _ => return Ok(None),
@@ -85,9 +85,9 @@ impl Acceptor {
     }
 
     /// Waits for a connection.
-    pub(super) fn accept(&self, deadline: Deadline) -> Result<Connection, ConnectError> {
+    pub(super) fn accept(&self, deadline: Deadline) -> Result<Connection, EstablishError> {
         let timed_out =
-            || ConnectError::TimedOut(format!("waiting for a connection at {}", self.place));
+            || EstablishError::TimedOut(format!("waiting for a connection at {}", self.place));
         // Duration::MAX is no limit in practice.
         let left = deadline.left().unwrap_or(Duration::MAX);
         let accepted = match &self.source {
@@ -112,7 +112,7 @@ impl Acceptor {
         };
         accepted.map_err(|error| match error.kind() {
             io::ErrorKind::TimedOut => timed_out(),
-            _ => failed(&self.place)(error),
+            _ => failed_at(&self.place)(error),
         })
     }
 
@@ -124,7 +124,7 @@ impl Acceptor {
         &self,
         other: &UnixStream,
         limit: Option<Duration>,
-    ) -> Result<(), ConnectError> {
+    ) -> Result<(), EstablishError> {
         let waited = match &self.source {
             ListeningSocket::Kernel { signals, .. } => {
                 wait_or_signal(signals, other, Deadline::after(limit)).map(drop)
@@ -134,7 +134,7 @@ impl Acceptor {
                 wait_ready(other, PollFlags::IN, limit).map(drop)
             }
         };
-        waited.map_err(failed(&self.place))
+        waited.map_err(failed_at(&self.place))
     }
 
     /// Gives signals their default effect, or catches them again, so that they end a wait.
@@ -145,11 +145,8 @@ impl Acceptor {
     }
 }
 
-fn failed(place: &str) -> impl Fn(io::Error) -> ConnectError {
-    move |source| ConnectError::System {
-        operation: format!("listening at {place}"),
-        source,
-    }
+fn failed_at(place: &str) -> impl Fn(io::Error) -> EstablishError {
+    failed(format!("listening at {place}"))
 }
 
 fn vsock(
@@ -157,16 +154,16 @@ fn vsock(
     kind: Kind,
     backlog: i32,
     place: &str,
-) -> Result<ListeningSocket, ConnectError> {
+) -> Result<ListeningSocket, EstablishError> {
     let any = zerosock_sys::vsock::CID_ANY;
     let listener = match kind {
         Kind::Bytes => zerosock_sys::vsock::listen(any, port, backlog),
         Kind::Messages => zerosock_sys::vsock::listen_seqpacket(any, port, backlog),
     };
     Ok(ListeningSocket::Kernel {
-        listener: listener.map_err(failed(place))?,
+        listener: listener.map_err(failed_at(place))?,
         kind,
-        signals: Signals::catch().map_err(failed(place))?,
+        signals: Signals::catch().map_err(failed_at(place))?,
         _file: None,
     })
 }

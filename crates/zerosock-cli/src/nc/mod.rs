@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use self::args::NcArgs;
 use self::connection::{Connection, Kind, Transport};
 use self::deadline::Deadline;
-use self::error::ConnectError;
+use self::error::EstablishError;
 use self::listen::Acceptor;
 use self::progress::{Moved, Progress};
 use self::pump::Policy;
@@ -126,10 +126,10 @@ impl Nc {
         }
     }
 
-    fn failed(&self, error: ConnectError) -> Failure {
+    fn failed(&self, error: EstablishError) -> Failure {
         let endpoint = &self.args.endpoint;
         match error {
-            ConnectError::NoDatagrams => {
+            EstablishError::NoDatagrams => {
                 Failure::usage(format_args!("--dgram: {endpoint}: {error}"))
             }
             error => Failure::runtime(format_args!("{endpoint}: {error}")),
@@ -154,7 +154,7 @@ impl Nc {
                 Ok(Some(connection)) => connection,
                 Ok(None) => continue,
                 // SIGINT or SIGTERM. Commands that run keep their sockets.
-                Err(ConnectError::System { source, .. })
+                Err(EstablishError::System { source, .. })
                     if source.kind() == io::ErrorKind::Interrupted =>
                 {
                     return Ok(());

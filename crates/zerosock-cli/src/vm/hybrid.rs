@@ -10,7 +10,7 @@ use zerosock_sys::wait_ready;
 
 /// Why connecting to a guest's port failed.
 #[derive(Debug, thiserror::Error)]
-pub enum ConnectError {
+pub enum HybridError {
     /// The device's socket refused or failed.
     #[error("{path}: {source}")]
     Socket {
@@ -30,13 +30,13 @@ pub enum ConnectError {
 /// Connects to `port` of the guest behind `path`; returns the stream and the port in the answer.
 ///
 /// # Errors
-/// See [`ConnectError`]; no answer within `timeout` is a socket error.
+/// See [`HybridError`]; no answer within `timeout` is a socket error.
 pub fn connect(
     path: &Path,
     port: u32,
     timeout: Duration,
-) -> Result<(UnixStream, u32), ConnectError> {
-    let socket = |source| ConnectError::Socket {
+) -> Result<(UnixStream, u32), HybridError> {
+    let socket = |source| HybridError::Socket {
         path: path.to_owned(),
         source,
     };
@@ -44,7 +44,7 @@ pub fn connect(
     stream.set_read_timeout(Some(timeout)).map_err(socket)?;
     match stream.write_all(format!("CONNECT {port}\n").as_bytes()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-            return Err(ConnectError::Refused(port));
+            return Err(HybridError::Refused(port));
         }
         other => other.map_err(socket)?,
     }
@@ -53,11 +53,11 @@ pub fn connect(
     // Byte by byte: what follows the newline is payload.
     while line.last() != Some(&b'\n') && line.len() < 32 {
         match stream.read(&mut byte) {
-            Ok(0) if line.is_empty() => return Err(ConnectError::Refused(port)),
+            Ok(0) if line.is_empty() => return Err(HybridError::Refused(port)),
             Ok(0) => break,
             Ok(_) => line.push(byte[0]),
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
-                return Err(ConnectError::Refused(port));
+                return Err(HybridError::Refused(port));
             }
             Err(error) => return Err(socket(error)),
         }
@@ -68,7 +68,7 @@ pub fn connect(
         .and_then(|rest| rest.strip_suffix('\n'))
         .and_then(|port| port.parse().ok())
         .map(|answered| (stream, answered))
-        .ok_or_else(|| ConnectError::Answer(line.into_owned()))
+        .ok_or_else(|| HybridError::Answer(line.into_owned()))
 }
 
 /// The listener for a guest's connections to host port `port`.

@@ -522,7 +522,7 @@ impl Vm {
         (socket, stream)
     }
 
-    pub(crate) fn connect(&self, port: u32) -> Result<UnixStream, hybrid::ConnectError> {
+    pub(crate) fn connect(&self, port: u32) -> Result<UnixStream, hybrid::HybridError> {
         let (stream, _) = hybrid::connect(&self.endpoint.uds, port, STEP)?;
         deadlines(&stream);
         Ok(stream)

@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use zerosock_cli::vm::hybrid::ConnectError;
+use zerosock_cli::vm::hybrid::HybridError;
 use zerosock_testkit::protocol::Command;
 
 use crate::lab::{Lab, STEP, Vm, expected, port, read_exact, write};
@@ -47,7 +47,7 @@ pub(crate) fn qemu_guest_agent(lab: &Lab) {
         match vm.connect(port) {
             Ok(stream) => break stream,
             // It does not listen yet; each attempt is a round trip to the guest.
-            Err(ConnectError::Refused(_)) if Instant::now() < deadline => {}
+            Err(HybridError::Refused(_)) if Instant::now() < deadline => {}
             Err(error) => panic!("qemu-ga: {error}"),
         }
     };
@@ -162,7 +162,7 @@ pub(crate) fn front_end_killed(lab: &Lab) {
     exchange(&lab.a, 110);
     let start = Instant::now();
     match vm.connect(port()) {
-        Err(ConnectError::Refused(_)) => {}
+        Err(HybridError::Refused(_)) => {}
         other => panic!("a guest that is not there: {other:?}"),
     }
     assert!(start.elapsed() < Duration::from_secs(5));

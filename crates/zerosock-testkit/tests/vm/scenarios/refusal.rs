@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use zerosock_cli::vm::hybrid::{self, ConnectError};
+use zerosock_cli::vm::hybrid::{self, HybridError};
 use zerosock_testkit::protocol::{Command, Outcome};
 
 use crate::lab::{AT_ONCE, Lab, STEP, port, read_exact};
@@ -39,7 +39,7 @@ pub(crate) fn guest_refuses(lab: &Lab) {
     let refused = |limit: Duration| {
         let start = Instant::now();
         match vm.connect(port) {
-            Err(ConnectError::Refused(_)) => {}
+            Err(HybridError::Refused(_)) => {}
             other => panic!("expected a refusal, got {other:?}"),
         }
         let took = start.elapsed();

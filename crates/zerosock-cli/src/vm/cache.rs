@@ -5,32 +5,10 @@
 //! name that appears complete or not at all.
 
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// Why a package is not available.
-#[derive(Debug, thiserror::Error)]
-pub enum FetchError {
-    /// The cache cannot be written.
-    #[error("cache {path}: {source}")]
-    Cache {
-        /// The directory or file.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// A tool is missing or failed.
-    #[error("package {package}: {what}\n  to get it, run: {fix}")]
-    Package {
-        /// The Debian package.
-        package: String,
-        /// What went wrong.
-        what: String,
-        /// The command that fixes it.
-        fix: String,
-    },
-}
+use super::error::ImageError;
 
 /// A directory for what is downloaded or made once.
 #[derive(Clone, Debug)]
@@ -59,13 +37,13 @@ impl Cache {
     /// The directory into which Debian's `package` is unpacked; downloads it if missing.
     ///
     /// # Errors
-    /// See [`FetchError`]; the text ends in the command that fixes it.
-    pub fn package(&self, package: &str) -> Result<PathBuf, FetchError> {
+    /// See [`ImageError`]; the text ends in the command that fixes it.
+    pub fn package(&self, package: &str) -> Result<PathBuf, ImageError> {
         let target = self.0.join("packages").join(package);
         if target.is_dir() {
             return Ok(target);
         }
-        let failed = |what: String, fix: &str| FetchError::Package {
+        let failed = |what: String, fix: &str| ImageError::Package {
             package: package.to_owned(),
             what,
             fix: fix.to_owned(),
@@ -73,7 +51,7 @@ impl Cache {
         let staging = self
             .0
             .join(format!("packages/.{package}.{}", std::process::id()));
-        let cache = |source| FetchError::Cache {
+        let cache = |source| ImageError::Cache {
             path: staging.clone(),
             source,
         };
@@ -104,8 +82,8 @@ impl Cache {
     ///
     /// # Errors
     /// As [`Cache::package`].
-    pub fn depends(&self, package: &str, prefix: &str) -> Result<String, FetchError> {
-        let failed = |what: String| FetchError::Package {
+    pub fn depends(&self, package: &str, prefix: &str) -> Result<String, ImageError> {
+        let failed = |what: String| ImageError::Package {
             package: package.to_owned(),
             what,
             fix: "sudo apt-get update".to_owned(),
@@ -125,7 +103,7 @@ impl Cache {
             .find(|name| name.starts_with(prefix))
             .map(str::to_owned)
             .ok_or_else(|| failed("not among the packages that apt knows".into()))?;
-        let cache = |source| FetchError::Cache {
+        let cache = |source| ImageError::Cache {
             path: known.clone(),
             source,
         };

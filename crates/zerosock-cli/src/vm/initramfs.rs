@@ -4,10 +4,11 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::cache::{Cache, FetchError};
+use super::cache::Cache;
 use super::cpio::Archive;
-use super::kernel::{Kernel, KernelError};
-use super::program::{self, ProgramError};
+use super::error::ImageError;
+use super::kernel::Kernel;
+use super::program;
 
 /// Modules of vsock, in an order in which most of them load at once. A kernel may have any of them
 /// built in.
@@ -48,23 +49,6 @@ echo "zerosock: the guest's program ended with status $?"
 $B poweroff -f
 "#;
 
-/// Why the file system could not be made.
-#[derive(Debug, thiserror::Error)]
-pub enum BuildError {
-    /// A package is not available.
-    #[error(transparent)]
-    Fetch(#[from] FetchError),
-    /// A module is unreadable.
-    #[error(transparent)]
-    Kernel(#[from] KernelError),
-    /// A program cannot be included.
-    #[error(transparent)]
-    Program(#[from] ProgramError),
-    /// The kernel has no vsock.
-    #[error("kernel {0} has no module {1}, and it is not built in")]
-    Missing(String, &'static str),
-}
-
 /// A file system under construction.
 pub struct Builder {
     archive: Archive,
@@ -76,14 +60,14 @@ impl Builder {
     /// plus `extra_modules`. Init runs the program with `arguments`; its end ends the guest.
     ///
     /// # Errors
-    /// See [`BuildError`].
+    /// See [`ImageError`].
     pub fn new(
         cache: &Cache,
         kernel: &Kernel,
         zerosock: &Path,
         arguments: &str,
         extra_modules: &[&'static str],
-    ) -> Result<Builder, BuildError> {
+    ) -> Result<Builder, ImageError> {
         let mut archive = Archive::default();
         // The kernel opens /dev/console for init before devtmpfs is mounted.
         archive.device("dev/console", 5, 1);
@@ -105,7 +89,7 @@ impl Builder {
                 // Kernels divide virtio into modules differently; without these two there is no
                 // vsock device.
                 None if name.starts_with("vmw_vsock") || *name == "vsock" => {
-                    return Err(BuildError::Missing(kernel.release.clone(), name));
+                    return Err(ImageError::Missing(kernel.release.clone(), name));
                 }
                 None => {}
             }
@@ -123,8 +107,8 @@ impl Builder {
         name: &str,
         path: &Path,
         extra: &[PathBuf],
-    ) -> Result<(), ProgramError> {
-        let read = |path: &Path| fs::read(path).map_err(|e| ProgramError::Read(path.to_owned(), e));
+    ) -> Result<(), ImageError> {
+        let read = |path: &Path| fs::read(path).map_err(|e| ImageError::Read(path.to_owned(), e));
         self.archive.program(name, &read(path)?);
         for (library, file) in program::libraries(path, extra)? {
             if !self.libraries.contains(&library) {
@@ -155,7 +139,7 @@ fn is_built_in(kernel: &Kernel, name: &str) -> bool {
 }
 
 /// A static busybox: the installed one, else Debian's package `busybox-static`.
-fn busybox(cache: &Cache) -> Result<PathBuf, BuildError> {
+fn busybox(cache: &Cache) -> Result<PathBuf, ImageError> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let installed = std::env::split_paths(&path)
         .chain(["/bin".into(), "/usr/bin".into()])

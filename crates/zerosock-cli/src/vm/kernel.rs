@@ -1,11 +1,11 @@
 //! A kernel to boot and the modules that belong to it.
 
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::cache::{Cache, FetchError};
+use super::cache::Cache;
+use super::error::ImageError;
 
 /// A kernel image with its modules.
 #[derive(Clone, Debug)]
@@ -18,50 +18,20 @@ pub struct Kernel {
     pub release: String,
 }
 
-/// Why there is no kernel to boot.
-#[derive(Debug, thiserror::Error)]
-pub enum KernelError {
-    /// Debian's package is not available.
-    #[error(transparent)]
-    Fetch(#[from] FetchError),
-    /// A package or directory contains no kernel.
-    #[error("{0}: no boot/vmlinuz-* with lib/modules/* in it")]
-    Empty(PathBuf),
-    /// The file is no kernel image, or of unknown release.
-    #[error("--kernel {0}: not a Linux boot image; pass a vmlinuz")]
-    Image(PathBuf),
-    /// No modules for it.
-    #[error("--kernel: no modules at {0}; pass --modules DIR, the /lib/modules/{1} of that kernel")]
-    Modules(PathBuf, String),
-    /// Reading failed.
-    #[error("{0}: {1}")]
-    Read(PathBuf, io::Error),
-    /// A module could not be unpacked.
-    #[error("{path}: {what}; install {tool}")]
-    Unpack {
-        /// The compressed module.
-        path: PathBuf,
-        /// The program that unpacks it.
-        tool: &'static str,
-        /// What went wrong.
-        what: String,
-    },
-}
-
 impl Kernel {
     /// Debian's kernel for clouds behind a metapackage, such as `linux-image-cloud-amd64` (6.1 in
     /// Debian 12) or `linux-image-6.12-cloud-amd64`.
     ///
     /// # Errors
     /// When it is neither cached nor downloadable.
-    pub fn debian(cache: &Cache, meta_package: &str) -> Result<Kernel, KernelError> {
+    pub fn debian(cache: &Cache, meta_package: &str) -> Result<Kernel, ImageError> {
         let package = cache.depends(meta_package, "linux-image-")?;
         let root = cache.package(&package)?;
         let release = package.trim_start_matches("linux-image-").to_owned();
         let image = root.join("boot").join(format!("vmlinuz-{release}"));
         let modules = root.join("lib/modules").join(&release);
         if !image.is_file() || !modules.is_dir() {
-            return Err(KernelError::Empty(root));
+            return Err(ImageError::Empty(root));
         }
         Ok(Kernel {
             image,
@@ -74,12 +44,12 @@ impl Kernel {
     ///
     /// # Errors
     /// When it is no boot image or its modules are not there.
-    pub fn custom(image: &Path, modules: Option<&Path>) -> Result<Kernel, KernelError> {
+    pub fn custom(image: &Path, modules: Option<&Path>) -> Result<Kernel, ImageError> {
         let release = release_of(image)?;
         let modules =
             modules.map_or_else(|| Path::new("/lib/modules").join(&release), Path::to_owned);
         if !modules.join("kernel").is_dir() {
-            return Err(KernelError::Modules(modules, release));
+            return Err(ImageError::Modules(modules, release));
         }
         Ok(Kernel {
             image: image.to_owned(),
@@ -92,7 +62,7 @@ impl Kernel {
     ///
     /// # Errors
     /// When a file cannot be read or unpacked.
-    pub fn module(&self, name: &str) -> Result<Option<Vec<u8>>, KernelError> {
+    pub fn module(&self, name: &str) -> Result<Option<Vec<u8>>, ImageError> {
         let Some(path) = find(&self.modules.join("kernel"), name) else {
             return Ok(None);
         };
@@ -103,10 +73,10 @@ impl Kernel {
             _ => {
                 return fs::read(&path)
                     .map(Some)
-                    .map_err(|e| KernelError::Read(path, e));
+                    .map_err(|e| ImageError::Read(path, e));
             }
         };
-        let failed = |what| KernelError::Unpack {
+        let failed = |what| ImageError::Unpack {
             path: path.clone(),
             tool,
             what,
@@ -145,8 +115,8 @@ fn find(dir: &Path, name: &str) -> Option<PathBuf> {
 
 /// The release in the header of a bzImage: at 0x20e lies the offset, less 0x200, of the version
 /// text (Documentation/arch/x86/boot.rst of the kernel).
-fn release_of(image: &Path) -> Result<String, KernelError> {
-    let bytes = fs::read(image).map_err(|error| KernelError::Read(image.to_owned(), error))?;
+fn release_of(image: &Path) -> Result<String, ImageError> {
+    let bytes = fs::read(image).map_err(|error| ImageError::Read(image.to_owned(), error))?;
     let version = || {
         if bytes.get(0x202..0x206)? != b"HdrS" {
             return None;
@@ -156,7 +126,7 @@ fn release_of(image: &Path) -> Result<String, KernelError> {
         let end = text.iter().position(|byte| matches!(byte, b' ' | 0))?;
         String::from_utf8(text[..end].to_vec()).ok()
     };
-    version().ok_or_else(|| KernelError::Image(image.to_owned()))
+    version().ok_or_else(|| ImageError::Kernel(image.to_owned()))
 }
 
 #[cfg(test)]
@@ -174,7 +144,7 @@ mod tests {
         fs::write(&path, &image).unwrap();
         assert_eq!(release_of(&path).unwrap(), "6.1.0-x");
         fs::write(&path, b"text").unwrap();
-        assert!(matches!(release_of(&path), Err(KernelError::Image(_))));
+        assert!(matches!(release_of(&path), Err(ImageError::Kernel(_))));
     }
 
     #[test]

@@ -15,6 +15,7 @@ pub mod accel;
 pub mod cache;
 pub mod children;
 pub mod cpio;
+pub mod error;
 pub mod hybrid;
 pub mod initramfs;
 pub mod kernel;

@@ -1,33 +1,20 @@
 //! Programs that are copied into a guest: static ones alone, others with their libraries.
 
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const PT_INTERP: u32 = 3;
+use super::error::ImageError;
 
-/// Why a program cannot be copied into a guest.
-#[derive(Debug, thiserror::Error)]
-pub enum ProgramError {
-    /// It cannot be read.
-    #[error("{0}: {1}")]
-    Read(PathBuf, io::Error),
-    /// Not a program for this architecture.
-    #[error("{0}: not a 64-bit ELF program")]
-    Format(PathBuf),
-    /// Its libraries could not be determined.
-    #[error("{0}: {1}")]
-    Libraries(PathBuf, String),
-}
+const PT_INTERP: u32 = 3;
 
 /// The loader that a program requests; `None` for a static program.
 ///
 /// # Errors
 /// When it cannot be read or is no 64-bit little-endian ELF file.
-pub fn interpreter(path: &Path) -> Result<Option<String>, ProgramError> {
-    let bytes = fs::read(path).map_err(|error| ProgramError::Read(path.to_owned(), error))?;
-    parse(&bytes).ok_or_else(|| ProgramError::Format(path.to_owned()))
+pub fn interpreter(path: &Path) -> Result<Option<String>, ImageError> {
+    let bytes = fs::read(path).map_err(|error| ImageError::Read(path.to_owned(), error))?;
+    parse(&bytes).ok_or_else(|| ImageError::Format(path.to_owned()))
 }
 
 fn parse(elf: &[u8]) -> Option<Option<String>> {
@@ -62,11 +49,11 @@ fn parse(elf: &[u8]) -> Option<Option<String>> {
 ///
 /// # Errors
 /// When the program is unreadable or a library is missing.
-pub fn libraries(path: &Path, extra: &[PathBuf]) -> Result<Vec<(String, PathBuf)>, ProgramError> {
+pub fn libraries(path: &Path, extra: &[PathBuf]) -> Result<Vec<(String, PathBuf)>, ImageError> {
     let Some(loader) = interpreter(path)? else {
         return Ok(Vec::new());
     };
-    let failed = |what: String| ProgramError::Libraries(path.to_owned(), what);
+    let failed = |what: String| ImageError::Libraries(path.to_owned(), what);
     let output = Command::new(&loader)
         .arg("--list")
         .arg(path)

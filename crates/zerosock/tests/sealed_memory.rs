@@ -15,7 +15,7 @@ fn attach(socket: &Path, seal: bool) -> Result<Driver, DriverAttachError> {
 }
 
 /// The front-end's request that was refused.
-fn refused(attached: Result<Driver, DriverAttachError>) -> &'static str {
+fn refused(attached: Result<Driver, DriverAttachError>) -> String {
     match attached {
         Err(DriverAttachError::Frontend(FrontendError::Refused { request, .. })) => request,
         Err(error) => panic!("{error}"),

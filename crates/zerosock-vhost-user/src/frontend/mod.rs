@@ -32,6 +32,8 @@ use vm_memory::ByteValued;
 use zerosock_ring::RegionConfig;
 use zerosock_sys::{fd_passing, socket_path, wait_ready};
 
+use crate::codec::request_name;
+
 pub use self::shared::{Plan, QueueEventFds, SharedMemory, SharedMemoryError};
 
 /// Bytes of a message header: request, flags, payload size ("Message specification").
@@ -67,13 +69,13 @@ pub enum FrontendError {
     )]
     TimedOut {
         /// The request's name.
-        request: &'static str,
+        request: String,
     },
     /// The device answered with a non-zero status (REPLY_ACK).
     #[error("the vhost-user device refused {request} with status {status}")]
     Refused {
         /// The request's name.
-        request: &'static str,
+        request: String,
         /// The status it answered.
         status: u64,
     },
@@ -374,7 +376,8 @@ impl Frontend {
     /// Sends bytes and descriptors as they are, and waits for no reply. For tests of malformed
     /// messages.
     pub fn send_raw(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), FrontendError> {
-        self.send_bytes("raw bytes", bytes, fds)
+        let no_request = 0;
+        self.send_bytes(no_request, bytes, fds)
     }
 
     /// Whether the device has closed the connection. Does not block.
@@ -409,7 +412,7 @@ impl Frontend {
         match u64::from_ne_bytes(reply) {
             0 => Ok(()),
             status => Err(FrontendError::Refused {
-                request: name(request),
+                request: request_name(request as u32),
                 status,
             }),
         }
@@ -452,12 +455,12 @@ impl Frontend {
         message.extend_from_slice(&(VERSION | flags).to_ne_bytes());
         message.extend_from_slice(&(payload.len() as u32).to_ne_bytes());
         message.extend_from_slice(payload);
-        self.send_bytes(name(request), &message, fds)
+        self.send_bytes(request as u32, &message, fds)
     }
 
     fn send_bytes(
         &mut self,
-        request: &'static str,
+        request: u32,
         mut bytes: &[u8],
         fds: &[BorrowedFd<'_>],
     ) -> Result<(), FrontendError> {
@@ -510,7 +513,7 @@ impl Frontend {
                     let rest = out.len().min(received.bytes);
                     out = &mut out[rest..];
                 }
-                Err(error) => self.wait(error, PollFlags::IN, deadline, name(request))?,
+                Err(error) => self.wait(error, PollFlags::IN, deadline, request as u32)?,
             }
         }
         Ok(())
@@ -522,7 +525,7 @@ impl Frontend {
         error: io::Error,
         flags: PollFlags,
         deadline: Option<Instant>,
-        request: &'static str,
+        request: u32,
     ) -> Result<(), FrontendError> {
         match error.kind() {
             io::ErrorKind::Interrupted => return Ok(()),
@@ -534,7 +537,9 @@ impl Frontend {
         }
         let left = deadline.map(|end| end.saturating_duration_since(Instant::now()));
         match wait_ready(&self.socket, flags, left)?.is_empty() {
-            true => Err(FrontendError::TimedOut { request }),
+            true => Err(FrontendError::TimedOut {
+                request: request_name(request),
+            }),
             false => Ok(()),
         }
     }
@@ -551,35 +556,6 @@ fn ne_u32(bytes: &[u8], at: usize) -> u32 {
     let mut word = [0u8; 4];
     word.copy_from_slice(&bytes[at..at + 4]);
     u32::from_ne_bytes(word)
-}
-
-fn name(request: FrontendReq) -> &'static str {
-    match request {
-        FrontendReq::GET_FEATURES => "GET_FEATURES",
-        FrontendReq::SET_FEATURES => "SET_FEATURES",
-        FrontendReq::SET_OWNER => "SET_OWNER",
-        FrontendReq::SET_MEM_TABLE => "SET_MEM_TABLE",
-        FrontendReq::SET_LOG_BASE => "SET_LOG_BASE",
-        FrontendReq::SET_VRING_NUM => "SET_VRING_NUM",
-        FrontendReq::SET_VRING_ADDR => "SET_VRING_ADDR",
-        FrontendReq::SET_VRING_BASE => "SET_VRING_BASE",
-        FrontendReq::GET_VRING_BASE => "GET_VRING_BASE",
-        FrontendReq::SET_VRING_KICK => "SET_VRING_KICK",
-        FrontendReq::SET_VRING_CALL => "SET_VRING_CALL",
-        FrontendReq::SET_VRING_ERR => "SET_VRING_ERR",
-        FrontendReq::GET_PROTOCOL_FEATURES => "GET_PROTOCOL_FEATURES",
-        FrontendReq::SET_PROTOCOL_FEATURES => "SET_PROTOCOL_FEATURES",
-        FrontendReq::GET_QUEUE_NUM => "GET_QUEUE_NUM",
-        FrontendReq::SET_VRING_ENABLE => "SET_VRING_ENABLE",
-        FrontendReq::GET_CONFIG => "GET_CONFIG",
-        FrontendReq::SET_CONFIG => "SET_CONFIG",
-        FrontendReq::RESET_DEVICE => "RESET_DEVICE",
-        FrontendReq::SEND_RARP => "SEND_RARP",
-        FrontendReq::NET_SET_MTU => "NET_SET_MTU",
-        FrontendReq::SET_STATUS => "SET_STATUS",
-        FrontendReq::GET_STATUS => "GET_STATUS",
-        _ => "a vhost-user request",
-    }
 }
 
 #[cfg(test)]

@@ -353,7 +353,7 @@ fn memory_that_can_shrink_is_refused_to_processes() {
     else {
         panic!("{error}");
     };
-    assert_eq!((request, status), ("SET_MEM_TABLE", 1));
+    assert_eq!((request.as_str(), status), ("SET_MEM_TABLE", 1));
     assert_eq!(lab.stats().control_faults, 1);
     // A VM's memory is accepted without a seal.
     let config = DriverConfig {

@@ -410,11 +410,6 @@ impl Account {
         self.0.share.lock().descriptors
     }
 
-    /// Bytes of memory that are mapped.
-    pub fn mapped(&self) -> u64 {
-        self.0.share.lock().mapped
-    }
-
     fn permit(&self, amount: Amount) -> Permit {
         if amount.0 == 0 {
             self.0.uncounted.fetch_add(1, Ordering::Relaxed);

@@ -64,23 +64,6 @@ fn by(address: &Option<SocketAddr>) -> String {
     address.map_or_else(String::new, |address| format!(" by {address}"))
 }
 
-impl ConnectError {
-    /// One word for counters and access logs, such as `refused`.
-    pub fn label(&self) -> &'static str {
-        match self {
-            ConnectError::Busy => "busy",
-            ConnectError::NoSuchName(_) => "no-such-name",
-            ConnectError::Resolve { .. } => "resolve",
-            ConnectError::Denied(_) => "denied",
-            ConnectError::Refused(_) => "refused",
-            ConnectError::TimedOut(_) => "timed-out",
-            ConnectError::Io(_) => "io",
-            ConnectError::NamesNotSupported(_) => "names-not-supported",
-            ConnectError::Stopped => "stopped",
-        }
-    }
-}
-
 impl fmt::Display for ConnectStage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

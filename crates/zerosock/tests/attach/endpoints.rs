@@ -15,7 +15,8 @@ fn open(lab: &AttachDaemon, name: &str) -> Endpoint {
 #[test]
 fn a_name_is_found_and_its_bytes_are_copied_once() {
     const LEN: usize = 1 << 20;
-    let lab = AttachDaemon::new(0);
+    // A slow machine must not look like a stalled receiver: its bytes would be copied.
+    let lab = AttachDaemon::with(0, |config| config.hold = common::PATIENCE, |_| {});
     let db = open(&lab, "db");
     let web = open(&lab, "web");
     let listener = db.listen(PORT, 4).unwrap();

@@ -95,6 +95,8 @@ fn process_to_process_through_the_daemon_is_copied_once() {
     let path = dir.path().join("attach.sock");
     let daemon = Daemon::start(DaemonConfig {
         attach: Some(AttachConfig::new(attach::listen(&path).unwrap())),
+        // A slow machine must not look like a stalled receiver: its bytes would be copied.
+        hold: FOR_EVER,
         ..DaemonConfig::default()
     })
     .unwrap();

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 
+use zerosock::forward::ForwardRule;
 use zerosock_proto::wire::vsock::Op;
 
 use super::{ForwardingDaemon, accept, rule, tcp_server};
@@ -10,6 +11,14 @@ use crate::common::{PATIENCE, assert_bytes, bytes, deadline, eventually, host};
 
 /// Fits into the buffers of sockets without a stall.
 const LEN: usize = 60_000;
+
+/// A VM whose chains may be held as long as a busy machine takes.
+fn lab(rules: Vec<ForwardRule>) -> ForwardingDaemon {
+    ForwardingDaemon::with(1, |config| {
+        config.forward = rules;
+        config.hold = PATIENCE;
+    })
+}
 
 #[track_caller]
 fn in_place(lab: &ForwardingDaemon) {
@@ -20,7 +29,7 @@ fn in_place(lab: &ForwardingDaemon) {
 #[test]
 fn guest_to_tcp_is_not_copied() {
     let (listener, target) = tcp_server();
-    let lab = ForwardingDaemon::new(vec![rule(1, target)]);
+    let lab = lab(vec![rule(1, target)]);
     let mut guest = lab.guest();
     let stream = guest.wait_connect(host(1), deadline()).unwrap();
     let mut server = accept(&listener);
@@ -34,7 +43,7 @@ fn guest_to_tcp_is_not_copied() {
 #[test]
 fn tcp_to_guest_is_not_copied() {
     let (listener, target) = tcp_server();
-    let lab = ForwardingDaemon::new(vec![rule(1, target)]);
+    let lab = lab(vec![rule(1, target)]);
     let mut guest = lab.guest();
     let stream = guest.wait_connect(host(1), deadline()).unwrap();
     let mut server = accept(&listener);

@@ -414,5 +414,5 @@ pub const fn transition(state: State, input: Input) -> (State, Action) {
 }
 
 #[cfg(test)]
-#[path = "state_matrix.rs"]
+#[path = "state_matrix_tests.rs"]
 mod matrix;

@@ -204,52 +204,26 @@ unsafe impl Stable for Buf {
     }
 }
 
-impl From<Bytes> for Buf {
-    fn from(bytes: Bytes) -> Self {
-        Self::Bytes(bytes)
-    }
+/// Converts the type of each variant to a [`Buf`].
+macro_rules! buf_from {
+    ($($variant:ident: $buffer:ty,)*) => {$(
+        impl From<$buffer> for Buf {
+            fn from(buffer: $buffer) -> Self {
+                Self::$variant(buffer)
+            }
+        }
+    )*};
 }
 
-impl From<Vec<u8>> for Buf {
-    fn from(bytes: Vec<u8>) -> Self {
-        Self::Vec(bytes)
-    }
-}
-
-impl From<Arc<[u8]>> for Buf {
-    fn from(bytes: Arc<[u8]>) -> Self {
-        Self::Arc(bytes)
-    }
-}
-
-impl From<&'static [u8]> for Buf {
-    fn from(bytes: &'static [u8]) -> Self {
-        Self::Static(bytes)
-    }
-}
-
-impl From<PoolBuf> for Buf {
-    fn from(block: PoolBuf) -> Self {
-        Self::Pool(block)
-    }
-}
-
-impl From<Mapped> for Buf {
-    fn from(bytes: Mapped) -> Self {
-        Self::Mapped(bytes)
-    }
-}
-
-impl From<FilePart> for Buf {
-    fn from(part: FilePart) -> Self {
-        Self::File(part)
-    }
-}
-
-impl From<Vec<Buf>> for Buf {
-    fn from(list: Vec<Buf>) -> Self {
-        Self::Many(list)
-    }
+buf_from! {
+    Bytes: Bytes,
+    Vec: Vec<u8>,
+    Arc: Arc<[u8]>,
+    Static: &'static [u8],
+    Pool: PoolBuf,
+    Mapped: Mapped,
+    File: FilePart,
+    Many: Vec<Buf>,
 }
 
 #[cfg(test)]

@@ -84,24 +84,14 @@ pub enum KeepReason {
 }
 
 /// A sender that still uses its socket.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{why}")]
 pub struct StillBusy<B: Stable = Buf> {
     /// The sender, unchanged.
     pub sender: Box<Sender<B>>,
     /// Why.
+    #[source]
     pub why: KeepReason,
-}
-
-impl<B: Stable> std::fmt::Display for StillBusy<B> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.why.fmt(f)
-    }
-}
-
-impl<B: Stable + std::fmt::Debug> std::error::Error for StillBusy<B> {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        Some(&self.why)
-    }
 }
 
 impl<B: Stable> Sender<B> {

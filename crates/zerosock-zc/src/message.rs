@@ -158,10 +158,13 @@ pub enum Refusal {
 }
 
 /// A send that was not accepted, and its buffer.
+#[derive(thiserror::Error)]
+#[error("{why}")]
 pub struct Refused<B = Buf> {
     /// The send, as it was passed in.
     pub outgoing: Outgoing<B>,
     /// Why it was not accepted.
+    #[source]
     pub why: Refusal,
 }
 
@@ -178,18 +181,6 @@ impl<B: Stable> fmt::Debug for Refused<B> {
             .field("why", &self.why)
             .field("outgoing", &self.outgoing)
             .finish()
-    }
-}
-
-impl<B> fmt::Display for Refused<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.why.fmt(f)
-    }
-}
-
-impl<B: Stable> std::error::Error for Refused<B> {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        Some(&self.why)
     }
 }
 

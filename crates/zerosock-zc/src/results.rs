@@ -270,7 +270,7 @@ impl<B: Stable> SendQueue<B> {
                 let flush = send.flush && send.failure.is_none();
                 send.attached = self.slots.executed(ticket, flush);
             } else {
-                self.slots.abandoned(ticket);
+                self.slots.finish(ticket);
             }
         }
         self.release_idle(key);

@@ -208,7 +208,7 @@ impl<B: Stable> SendQueue<B> {
     /// while more can be started.
     pub(super) fn submit(&mut self) -> io::Result<()> {
         self.enforce_limit();
-        if self.queued.is_empty() && self.retries.is_empty() {
+        if self.is_all_started() {
             self.zc_socket.submit()?;
             if self.zc_socket.room() == 0 && self.is_at_once() {
                 // Nothing can be sent before a place is free. An error is reported again by the
@@ -396,24 +396,14 @@ impl<B: Stable> SendQueue<B> {
         send.total.saturating_sub(send.sent)
     }
 
-    /// Takes the oldest free buffer.
-    pub(super) fn take(&mut self) -> Option<Returned<B>> {
-        self.free.pop_front()
-    }
-
     /// Whether every accepted send has the results of its requests, and none is queued.
     pub(super) fn is_handed_over(&self) -> bool {
-        self.queued.is_empty() && self.retries.is_empty() && self.open == 0
+        self.is_all_started() && self.open == 0
     }
 
     /// Whether every send is finished and every buffer free, except one in doubt.
     pub(super) fn is_quiet(&self) -> bool {
         self.is_handed_over() && self.zc_socket.is_drained() && !self.cork.is_keeping()
-    }
-
-    /// Whether the socket must become writable before the next request.
-    pub(super) fn is_full(&self) -> bool {
-        self.full
     }
 
     /// Cancels every send that the kernel has not taken.
@@ -435,7 +425,7 @@ impl<B: Stable> SendQueue<B> {
         for send in self.sends.iter_mut().filter(is_unreferenced) {
             send.cancelled = send.cancelled.or(Some(code));
         }
-        while let Some(key) = self.retries.pop_front().or_else(|| self.queued.pop_front()) {
+        while let Some(key) = self.pop() {
             self.fail(key, code);
         }
         if self.cork.accepting {

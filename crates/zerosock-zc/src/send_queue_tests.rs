@@ -50,13 +50,13 @@ fn a_result_after_a_cancellation_fails_the_send() {
         queue.cancel().expect("the kernel answers");
         queue.open = 0;
         queue.handle_error(key, code);
-        let failed = queue.take().expect("it is over").outcome;
+        let failed = queue.free.pop_front().expect("it is over").outcome;
         let error = failed.expect_err("it was cancelled").error;
         assert_eq!(error.raw_os_error(), Some(CANCELLED));
         // The next send is not cancelled.
         assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
         queue.submit().expect("the kernel answers");
-        assert!(queue.take().expect("it is over").outcome.is_ok());
+        assert!(queue.free.pop_front().expect("it is over").outcome.is_ok());
     }
 }
 

@@ -211,7 +211,7 @@ impl<B: Stable> Sender<B> {
     /// over the error queue only once in 16 requests. An application that sends rarely polls, or
     /// waits for [`interest`](Self::interest), to get the last buffers.
     pub fn returned(&mut self) -> Option<Returned<B>> {
-        self.queue.take()
+        self.queue.free.pop_front()
     }
 
     /// Closes the notifiers of a range of slots, for every send accepted before.
@@ -414,7 +414,7 @@ impl<B: Stable> Sender<B> {
     pub fn interest(&self) -> Interest {
         match self.queue.zc_socket.backend() {
             SendBackend::Uring => Interest::Readable,
-            _ if self.queue.is_full() => Interest::WritableOrError,
+            _ if self.queue.full => Interest::WritableOrError,
             _ => Interest::Error,
         }
     }

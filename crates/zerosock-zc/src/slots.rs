@@ -205,13 +205,8 @@ impl Slots {
         Some(Attached(index))
     }
 
-    /// Takes note that a send ended without being executed.
-    pub(super) fn abandoned(&mut self, ticket: Ticket) {
-        self.finish(ticket);
-    }
-
-    /// Takes note that a send is finished: sends finish in any order.
-    fn finish(&mut self, ticket: Ticket) {
+    /// Takes note that a send is finished, executed or not: sends finish in any order.
+    pub(super) fn finish(&mut self, ticket: Ticket) {
         let Some(slot) = self.slots.get_mut(ticket.slot as usize) else {
             return;
         };

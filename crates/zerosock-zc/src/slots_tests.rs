@@ -124,7 +124,7 @@ fn a_send_that_is_never_executed_does_not_delay_a_flush() {
     slots.released(sent);
     slots.flush(0..1).expect("a slot");
     assert_eq!(posted(&mut slots), []);
-    slots.abandoned(never);
+    slots.finish(never);
     assert_eq!(posted(&mut slots), [(1, 0)]);
 }
 
@@ -313,7 +313,7 @@ proptest! {
                 }
                 Step::Abandon(which) => if let Some(which) = pick(&sends, which) {
                     sends[which].finished = true;
-                    slots.abandoned(sends[which].ticket);
+                    slots.finish(sends[which].ticket);
                     let slot = sends[which].slot;
                     models[slot].execute_flushes(slot, &sends);
                 }

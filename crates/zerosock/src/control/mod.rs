@@ -23,7 +23,7 @@ pub(crate) mod socket_file;
 use crate::control::attach::directory::{Directory, Process};
 use crate::control::attach::server::Server;
 use crate::control::attach::{AttachConfig, AttachHost};
-use crate::device::factory::{Member, Terms};
+use crate::device::factory::Terms;
 use crate::device::traffic::{EndpointTraffic, TrafficBoard};
 use crate::device::{Limits, Shared, Worker, WorkerMessage};
 use crate::routing::access::AccessList;
@@ -46,7 +46,7 @@ use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::account::Budget;
 use zerosock_sys::{reaper, socket_path};
 use zerosock_vhost_user::liveness::LivenessQuery;
-use zerosock_vhost_user::{Control, FaultCounts, FrontendFault, FrontendSocket, VmSpec};
+use zerosock_vhost_user::{Control, FaultCounts, FrontendFault, VmSpec};
 use zerosock_virtio::device::WorkerDevice;
 use zerosock_virtio::mailbox::{Mailbox, Sender};
 
@@ -192,17 +192,8 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
         let Some(port) = registry.port(addr) else {
             continue;
         };
-        let account = registry.budget().account();
-        let mut vm = NewVm::new(vm, account.clone());
-        let member = Member {
-            cid,
-            host: vm.take_host()?,
-            buf_alloc: vm.buf_alloc,
-            service: None,
-            process: false,
-            account: vm.programs.clone(),
-            stopped_timeout: vm.stopped_timeout,
-        };
+        let mut vm = NewVm::new(vm, registry.budget().account());
+        let member = vm.take_member()?;
         let configured = ConfiguredVm {
             vm: n,
             addr,
@@ -214,15 +205,8 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
                 worker.add(device);
             }
         }
-        specs.push(VmSpec {
-            name: format!("vm{n} (cid {cid})"),
-            model: registry.model(cid),
-            socket: FrontendSocket::Listener(vm.listener),
-            max_queue_size: vm.queue_size,
-            sealed_memory: setup.sealed_memory || vm.require_sealed_memory,
-            account,
-            port,
-        });
+        let name = format!("vm{n} (cid {cid})");
+        specs.push(vm.into_spec(name, setup.sealed_memory, &registry, port));
     }
     Ok(Prepared {
         workers,

@@ -11,9 +11,12 @@ use std::time::Duration;
 use zerosock_proto::Cid;
 use zerosock_sys::account::Account;
 use zerosock_sys::{PeerFd, fd_passing};
+use zerosock_vhost_user::{DevicePort, FrontendSocket, VmSpec};
 
 use super::config::{HostSide, StartError, VmConfig, system};
+use super::registry::DeviceRegistry;
 use crate::device::HostAccess;
+use crate::device::factory::Member;
 use crate::device::host_sockets::forward;
 
 /// See the [module](self). The fields are those of [`VmConfig`].
@@ -25,14 +28,14 @@ pub(super) struct NewVm {
     /// Host AF_VSOCK ports to listen on.
     listen: Vec<u32>,
     pub(super) buf_alloc: u32,
-    pub(super) queue_size: u16,
+    queue_size: u16,
     pub(super) groups: Vec<String>,
-    pub(super) require_sealed_memory: bool,
-    pub(super) stopped_timeout: Option<Duration>,
+    require_sealed_memory: bool,
+    stopped_timeout: Option<Duration>,
     /// The account of the front-end.
-    pub(super) account: Account,
+    account: Account,
     /// That of the host programs, in the same share.
-    pub(super) programs: Account,
+    programs: Account,
 }
 
 impl NewVm {
@@ -78,9 +81,41 @@ impl NewVm {
         matches!(self.host, HostAccess::Hybrid { .. })
     }
 
+    /// Makes the member of the registry. To be called once: it takes the host side.
+    pub(super) fn take_member(&mut self) -> Result<Member, StartError> {
+        Ok(Member {
+            cid: self.cid,
+            host: self.take_host()?,
+            buf_alloc: self.buf_alloc,
+            service: None,
+            process: false,
+            account: self.programs.clone(),
+            stopped_timeout: self.stopped_timeout,
+        })
+    }
+
+    /// What the control thread needs to accept the front-end of the device of `port`.
+    pub(super) fn into_spec(
+        self,
+        name: String,
+        sealed_memory: bool,
+        registry: &DeviceRegistry,
+        port: Box<dyn DevicePort>,
+    ) -> VmSpec {
+        VmSpec {
+            name,
+            model: registry.model(self.cid),
+            socket: FrontendSocket::Listener(self.listener),
+            max_queue_size: self.queue_size,
+            sealed_memory: sealed_memory || self.require_sealed_memory,
+            account: self.account,
+            port,
+        }
+    }
+
     /// Takes the host side out, to be called once. Makes its listeners non-blocking and, where the
     /// kernel can, makes them refuse descriptors from programs that connect from now on.
-    pub(super) fn take_host(&mut self) -> Result<HostAccess, StartError> {
+    fn take_host(&mut self) -> Result<HostAccess, StartError> {
         let mut host = std::mem::replace(&mut self.host, HostAccess::None);
         match &mut host {
             HostAccess::Hybrid {

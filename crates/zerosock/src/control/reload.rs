@@ -16,8 +16,6 @@ use std::time::Instant;
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use zerosock_proto::Cid;
-use zerosock_sys::PeerFd;
-use zerosock_sys::account::Account;
 
 use super::config::{Reload, ReloadError, StartError};
 use super::new_vm::NewVm;
@@ -25,7 +23,7 @@ use super::rules::{CheckedRules, RuleSetError, WantedRules};
 use crate::control::attach::server::Server;
 use crate::control::registry::{DeviceRegistry, RouteEntry};
 use crate::device::factory::Member;
-use zerosock_vhost_user::{ControlExtension, FrontendRegistry, FrontendSocket, Notice, VmSpec};
+use zerosock_vhost_user::{ControlExtension, FrontendRegistry, Notice};
 use zerosock_virtio::outbox::DeviceAddr;
 
 /// A configuration change, and where its result goes.
@@ -53,14 +51,6 @@ pub(super) enum VmStage {
     Leaving,
     /// The workers are removing it; the number of the notice.
     Removing(u64),
-}
-
-/// Settings of the front-end socket of a VM to add.
-struct FrontendSpec {
-    listener: PeerFd,
-    queue_size: u16,
-    sealed_memory: bool,
-    account: Account,
 }
 
 /// See the [module](self).
@@ -168,13 +158,9 @@ impl ReloadHandler {
         }
         let (number, notice) = frontends.notice();
         let mut added = Vec::new();
-        for (front, member, groups) in ready {
+        for (vm, member) in ready {
             let cid = member.cid;
-            let entry = RouteEntry {
-                groups: &groups,
-                ..RouteEntry::default()
-            };
-            match self.add(front, member, entry, &notice, frontends) {
+            match self.add(vm, member, &notice, frontends) {
                 Ok(()) => added.push(cid),
                 Err(error) => {
                     // Undo: remove those that were added.
@@ -203,26 +189,21 @@ impl ReloadHandler {
 
     fn add(
         &mut self,
-        front: FrontendSpec,
+        vm: NewVm,
         member: Member,
-        entry: RouteEntry<'_>,
         notice: &Arc<Notice>,
         frontends: &mut FrontendRegistry,
     ) -> Result<(), ReloadError> {
         let cid = member.cid;
+        let entry = RouteEntry {
+            groups: &vm.groups,
+            ..RouteEntry::default()
+        };
         let added = self.registry.add(member, entry, notice);
         let addr = added.ok_or(ReloadError::Full(cid))?;
         let port = self.registry.port(addr).ok_or(ReloadError::Full(cid))?;
-        let spec = VmSpec {
-            name: format!("vm (cid {cid})"),
-            model: self.registry.model(cid),
-            socket: FrontendSocket::Listener(front.listener),
-            max_queue_size: front.queue_size,
-            sealed_memory: self.sealed_memory || front.sealed_memory,
-            account: front.account,
-            port,
-        };
-        match frontends.add(spec) {
+        let name = format!("vm (cid {cid})");
+        match frontends.add(vm.into_spec(name, self.sealed_memory, &self.registry, port)) {
             Ok(vm) => {
                 let stage = VmStage::Active;
                 self.vms.insert(cid, ConfiguredVm { vm, addr, stage });
@@ -248,7 +229,7 @@ impl ReloadHandler {
     }
 
     /// The fallible part of adding a VM.
-    fn prepare(&mut self, vm: NewVm) -> Result<(FrontendSpec, Member, Vec<String>), ReloadError> {
+    fn prepare(&mut self, mut vm: NewVm) -> Result<(NewVm, Member), ReloadError> {
         let cid = vm.cid;
         let refuse = |source| ReloadError::Host {
             cid,
@@ -258,29 +239,13 @@ impl ReloadHandler {
         if vm.buf_alloc == 0 {
             return Err(refuse(StartError::EmptyWindow));
         }
-        let mut vm = vm;
-        let host = vm.take_host().map_err(refuse)?;
+        let member = vm.take_member().map_err(refuse)?;
         let socket = |errno: Errno| ReloadError::Socket {
             cid,
             source: errno.into(),
         };
         rustix::io::ioctl_fionbio(&vm.listener, true).map_err(socket)?;
-        let member = Member {
-            cid,
-            host,
-            buf_alloc: vm.buf_alloc,
-            service: None,
-            process: false,
-            account: vm.programs,
-            stopped_timeout: vm.stopped_timeout,
-        };
-        let front = FrontendSpec {
-            listener: vm.listener,
-            queue_size: vm.queue_size,
-            sealed_memory: vm.require_sealed_memory,
-            account: vm.account,
-        };
-        Ok((front, member, vm.groups))
+        Ok((vm, member))
     }
 
     fn cid_of(&self, vm: usize) -> Option<Cid> {

@@ -339,28 +339,28 @@ impl Daemon {
 
     /// The processes that are attached now.
     pub fn processes(&self) -> Vec<Process> {
-        self.control_plane.processes()
+        self.control_plane.directory.processes()
     }
 
     /// The CID of the attached process of this name.
     pub fn resolve(&self, name: &Name) -> Option<Cid> {
-        self.control_plane.resolve(name)
+        self.control_plane.directory.resolve(name)
     }
 
     /// The counters of each forwarding rule in effect, and of removed ones that still have connections.
     pub fn forward_stats(&self) -> Vec<RuleStats> {
-        self.control_plane.forward_stats()
+        self.control_plane.board.stats()
     }
 
     /// What each VM and process that exists has counted, by CID; services of the host are one sum, with the
     /// CID of the host.
     pub fn endpoint_traffic(&self) -> BTreeMap<Cid, EndpointTraffic> {
-        self.control_plane.traffic()
+        self.control_plane.traffic.sums()
     }
 
     /// How descriptors are divided among VMs and processes.
     pub fn shares(&self) -> Shares {
-        self.control_plane.shares()
+        *self.control_plane.shares
     }
 
     /// The counters since the start, summed over all workers and VMs.

@@ -20,15 +20,14 @@ mod rules;
 pub(crate) mod shares;
 pub(crate) mod socket_file;
 
-use crate::control::attach::directory::{Directory, Process};
+use crate::control::attach::directory::Directory;
 use crate::control::attach::server::Server;
 use crate::control::attach::{AttachConfig, AttachHost};
 use crate::device::factory::Terms;
-use crate::device::traffic::{EndpointTraffic, TrafficBoard};
+use crate::device::traffic::TrafficBoard;
 use crate::device::{Limits, Shared, Worker, WorkerMessage};
 use crate::routing::access::AccessList;
-use crate::routing::forward::{RuleBoard, RuleStats};
-use crate::routing::name::Name;
+use crate::routing::forward::RuleBoard;
 use crate::stats::{Counters, Stats};
 use config::{HostSide, Reload, ReloadError, StartError, VmConfig, system};
 use new_vm::NewVm;
@@ -257,14 +256,16 @@ impl PreparedControlPlane {
 #[derive(Debug)]
 pub(crate) struct ControlPlane {
     control: Control,
-    directory: Arc<Directory>,
+    /// The attached processes.
+    pub(crate) directory: Arc<Directory>,
     /// The counters of forwarding rules.
-    board: Arc<RuleBoard>,
+    pub(crate) board: Arc<RuleBoard>,
     /// The counters of the devices.
-    traffic: TrafficBoard,
+    pub(crate) traffic: TrafficBoard,
     orders: mpsc::Sender<Order>,
     budget: Budget,
-    shares: Box<Shares>,
+    /// How descriptors are divided among peers.
+    pub(crate) shares: Box<Shares>,
 }
 
 impl ControlPlane {
@@ -285,11 +286,6 @@ impl ControlPlane {
         sum.reaper_threads = reaper.threads as u64;
         sum.reaper_pending = reaper.pending as u64;
         sum.reaper_longest_ms = reaper.longest.as_millis() as u64;
-    }
-
-    /// How descriptors are divided among peers.
-    pub(crate) fn shares(&self) -> Shares {
-        *self.shares
     }
 
     /// Changes the configuration, and blocks until every worker uses it. Must not be called by a thread
@@ -322,26 +318,6 @@ impl ControlPlane {
     /// The attached processes, for other threads.
     pub(crate) fn directory(&self) -> Arc<Directory> {
         Arc::clone(&self.directory)
-    }
-
-    /// The counters of the forwarding rules.
-    pub(crate) fn forward_stats(&self) -> Vec<RuleStats> {
-        self.board.stats()
-    }
-
-    /// The counters of the devices, by CID.
-    pub(crate) fn traffic(&self) -> BTreeMap<Cid, EndpointTraffic> {
-        self.traffic.sums()
-    }
-
-    /// The processes that are attached now.
-    pub(crate) fn processes(&self) -> Vec<Process> {
-        self.directory.processes()
-    }
-
-    /// The CID of the attached process of this name.
-    pub(crate) fn resolve(&self, name: &Name) -> Option<Cid> {
-        self.directory.resolve(name)
     }
 
     /// Disconnects all front-ends and ends the thread. Blocks until the workers have answered; a worker

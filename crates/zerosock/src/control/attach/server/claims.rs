@@ -16,7 +16,7 @@ use zerosock_proto::Port;
 
 use super::super::codec::{Answer, Status, VERSION, encode_answer};
 use super::super::{HOST, LAST_CLAIMABLE, MAX_CLAIMS};
-use super::clients::{has_hung_up, is_allowed};
+use super::clients::is_allowed;
 use super::state::{
     AttachedClient, Claim, ClientState, Conflict, MemberStage, PendingClaim, REQUEST_TIMEOUT,
     Server, granted,
@@ -38,7 +38,7 @@ impl Server {
         }
         let wanted: BTreeSet<Port> = ports.iter().copied().collect();
         if held + wanted.len() > MAX_CLAIMS {
-            return Err(Conflict::Refused(Answer::refusal(Status::Full, VERSION)));
+            return Err(Conflict::refused(Status::Full));
         }
         let mut temporary = None;
         for &port in &wanted {
@@ -55,32 +55,20 @@ impl Server {
             return Ok(());
         };
         let taken = Answer::about(Status::PortTaken, port);
-        let Some(member) = self.members.get(&claim.vm) else {
-            return Err(Conflict::Refused(taken));
-        };
-        if claim.releasing.is_some() || self.is_leaving(claim.vm, member, frontends) {
+        if claim.releasing.is_some() {
             return Err(Conflict::Temporary(taken));
         }
-        // Its process may have exited without an event having been handled yet.
-        if let Some(key) = member.client
-            && let Some(client) = self.clients.get(&key)
-            && has_hung_up(&client.socket)
+        let vm = claim.vm;
+        let conflict = self.conflict(vm, taken, frontends);
+        let owner = self.members.get(&vm).and_then(|member| member.client);
+        if let (Conflict::Refused(_), Some(key)) = (conflict, owner)
+            && let Some(AttachedClient { pid, uid, .. }) = self.clients.get(&key)
         {
-            self.drop_client(
-                key,
-                "it closed its control connection, and another service requests the port",
-                frontends,
-            );
-            return Err(Conflict::Temporary(taken));
-        }
-        let owner = member.client.and_then(|key| self.clients.get(&key));
-        if let Some(owner) = owner {
-            let (pid, uid) = (owner.pid, owner.uid);
             self.warn(&format!(
                 "a claim of port {port} is refused: process {pid} of user {uid} has it"
             ));
         }
-        Err(Conflict::Refused(taken))
+        Err(conflict)
     }
 
     /// Handles a request of a service to claim ports.
@@ -102,8 +90,7 @@ impl Server {
             self.check_ports(&ports, held, frontends).err()
         } else {
             // The user was removed from the list since: the service keeps its ports.
-            let refusal = Answer::refusal(Status::NotPermitted, VERSION);
-            Some(Conflict::Refused(refusal))
+            Some(Conflict::refused(Status::NotPermitted))
         };
         let pending_claim = match conflict {
             Some(Conflict::Temporary(_)) if Instant::now() < until => {

@@ -16,7 +16,7 @@ use zerosock_proto::{Cid, Port};
 use zerosock_sys::fd_passing;
 
 use super::super::HOST;
-use super::super::codec::{AttachRequest, Status, encode_answer};
+use super::super::codec::{Answer, AttachRequest, Status, VERSION, encode_answer};
 use super::super::directory::Process;
 use super::claims::PortList;
 use super::clients::has_hung_up;
@@ -88,7 +88,8 @@ impl Server {
         if let Some(name) = request.name()
             && let Some(&vm) = self.by_name.get(name)
         {
-            return Err(self.conflict(vm, Status::NameTaken, frontends));
+            let taken = Answer::refusal(Status::NameTaken, VERSION);
+            return Err(self.conflict(vm, taken, frontends));
         }
         match request {
             JoinRequest::Process(request) => self
@@ -112,7 +113,8 @@ impl Server {
     ) -> Result<Cid, Conflict> {
         if let Some(cid) = request.cid {
             if let Some(&vm) = self.by_cid.get(&cid) {
-                return Err(self.conflict(vm, Status::CidTaken, frontends));
+                let taken = Answer::refusal(Status::CidTaken, VERSION);
+                return Err(self.conflict(vm, taken, frontends));
             }
             if registry.contains(cid) {
                 return Err(Conflict::refused(Status::CidTaken));
@@ -159,16 +161,16 @@ impl Server {
         Some(block)
     }
 
-    /// The conflict with member `vm`. If its process has exited, which may not have been detected
-    /// yet, the member is disconnected.
+    /// The conflict with member `vm`, which leads to this answer. If its process has exited, which
+    /// may not have been detected yet, the member is disconnected.
     pub(super) fn conflict(
         &mut self,
         vm: usize,
-        status: Status,
+        answer: Answer,
         frontends: &mut FrontendRegistry,
     ) -> Conflict {
         let Some(member) = self.members.get(&vm) else {
-            return Conflict::refused(status);
+            return Conflict::Refused(answer);
         };
         let client = member.client.and_then(|key| self.clients.get(&key));
         if let (Some(key), Some(client)) = (member.client, client)
@@ -179,11 +181,11 @@ impl Server {
                 "it closed its control connection, and another process requests the same",
                 frontends,
             );
-            return Conflict::temporary(status);
+            return Conflict::Temporary(answer);
         }
         match self.is_leaving(vm, member, frontends) {
-            true => Conflict::temporary(status),
-            false => Conflict::refused(status),
+            true => Conflict::Temporary(answer),
+            false => Conflict::Refused(answer),
         }
     }
 

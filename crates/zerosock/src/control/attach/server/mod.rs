@@ -190,10 +190,7 @@ impl Server {
         let uid = client.map(|client| client.uid);
         let slot = match uid.filter(|&uid| is_allowed(uids, uid)) {
             Some(uid) => self.slot(&request, uid, registry, frontends),
-            None => Err(Conflict::Refused(Answer::refusal(
-                Status::NotPermitted,
-                VERSION,
-            ))),
+            None => Err(Conflict::refused(Status::NotPermitted)),
         };
         let slot = match slot {
             Ok(slot) => slot,

@@ -100,17 +100,14 @@ impl AsFd for ListenSocket {
 /// Rules, with the sockets of those that the thread does not have yet.
 pub(super) type NewListeners = Vec<(Arc<ActiveListener>, Option<ListenSocket>)>;
 
-/// New routes and rules.
-#[derive(Debug)]
-struct Update {
-    routes: Arc<Routes>,
-    rules: Option<NewListeners>,
-    taken: Option<Arc<Notice>>,
-}
-
 #[derive(Debug)]
 enum Message {
-    Update(Update),
+    /// New routes, and new rules if there are any.
+    Update {
+        routes: Arc<Routes>,
+        rules: Option<NewListeners>,
+        taken: Option<Arc<Notice>>,
+    },
     Stop,
 }
 
@@ -183,13 +180,12 @@ impl Listeners {
         rules: Option<NewListeners>,
         taken: Option<&Arc<Notice>>,
     ) {
-        let update = Update {
+        // The thread runs until this handle is dropped.
+        let _ = self.sender.send(Message::Update {
             routes: Arc::clone(routes),
             rules,
             taken: taken.cloned(),
-        };
-        // The thread runs until this handle is dropped.
-        let _ = self.sender.send(Message::Update(update));
+        });
     }
 }
 
@@ -242,7 +238,17 @@ impl Acceptor {
             let messages: Vec<_> = self.mailbox.drain().collect();
             for message in messages {
                 match message {
-                    Message::Update(update) => self.take(update),
+                    Message::Update {
+                        routes,
+                        rules,
+                        taken,
+                    } => {
+                        self.routes = routes;
+                        if let Some(rules) = rules {
+                            self.replace_rules(rules);
+                        }
+                        drop(taken);
+                    }
                     Message::Stop => return,
                 }
             }
@@ -261,14 +267,7 @@ impl Acceptor {
         }
     }
 
-    fn take(&mut self, update: Update) {
-        let Update {
-            routes,
-            rules,
-            taken,
-        } = update;
-        self.routes = routes;
-        let Some(rules) = rules else { return };
+    fn replace_rules(&mut self, rules: NewListeners) {
         let mut before: Vec<_> = std::mem::take(&mut self.listeners).into_iter().collect();
         for (active, socket) in rules {
             let kept = before
@@ -290,7 +289,6 @@ impl Acceptor {
             // The reaper may close it later.
             self.poller.remove(&listener.socket);
         }
-        drop(taken);
     }
 
     fn add(

@@ -11,37 +11,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use zerosock_proto::vsock::ConnectError;
 
 macro_rules! counters {
-    ($($(#[$doc:meta])* $name:ident,)*) => {
+    (
+        workers { $($(#[$doc:meta])* $name:ident,)* }
+        others { $($(#[$other_doc:meta])* $other:ident,)* }
+    ) => {
         /// The sum over all workers, taken while they run.
         #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
         pub struct Stats {
             $($(#[$doc])* pub $name: u64,)*
-            /// Messages and descriptors of front-ends that were refused. The control thread also
-            /// counts them by kind.
-            pub control_faults: u64,
-            /// Attached processes, services not included.
-            pub attached: u64,
-            /// Attached services of the host.
-            pub services: u64,
-            /// Ports of the host that services have claimed.
-            pub claimed_ports: u64,
-            /// Requests to attach that were refused.
-            pub attach_refused: u64,
-            /// Descriptors of peers that were refused and closed: of a kind that no request
-            /// accepts, or beyond the peer's [share](crate::daemon::Shares). Includes connections
-            /// of host programs beyond the share.
-            pub descriptors_refused: u64,
-            /// System calls on objects of peers (close, munmap) that the reaper of this process has
-            /// finished.
-            pub reaper_finished: u64,
-            /// Those that took long while others waited: a peer can delay them.
-            pub reaper_stuck: u64,
-            /// Reaper threads that exist now.
-            pub reaper_threads: u64,
-            /// Calls that wait or run now.
-            pub reaper_pending: u64,
-            /// Age of the oldest running call in milliseconds.
-            pub reaper_longest_ms: u64,
+            $($(#[$other_doc])* pub $other: u64,)*
         }
 
         /// The counters that are not zero, as `name=value`, on one line.
@@ -49,17 +27,7 @@ macro_rules! counters {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 let counters = [
                     $((stringify!($name), self.$name),)*
-                    ("control_faults", self.control_faults),
-                    ("attached", self.attached),
-                    ("services", self.services),
-                    ("claimed_ports", self.claimed_ports),
-                    ("attach_refused", self.attach_refused),
-                    ("descriptors_refused", self.descriptors_refused),
-                    ("reaper_finished", self.reaper_finished),
-                    ("reaper_stuck", self.reaper_stuck),
-                    ("reaper_threads", self.reaper_threads),
-                    ("reaper_pending", self.reaper_pending),
-                    ("reaper_longest_ms", self.reaper_longest_ms),
+                    $((stringify!($other), self.$other),)*
                 ];
                 let mut separator = "";
                 for (name, value) in counters.iter().filter(|(_, value)| *value != 0) {
@@ -85,87 +53,117 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Payload bytes that the kernel read from or wrote into guest memory directly, or that were
-    /// copied once from guest to guest.
-    in_place_bytes,
-    /// Those that were sent to TCP sockets with MSG_ZEROCOPY. The kernel may have copied some of them
-    /// after all, for instance to a target on the same machine.
-    zero_copy_bytes,
-    /// Payload bytes that were copied into a buffer of the device because their receiver stalled.
-    copied_bytes,
-    /// Payload bytes from guests.
-    rx_bytes,
-    /// Payload bytes to guests.
-    tx_bytes,
-    /// Packets from guests.
-    rx_packets,
-    /// Packets to guests.
-    tx_packets,
-    /// Packets that no correct guest sends: malformed, from another source, beyond credit.
-    bad_packets,
-    /// Descriptor chains that were malformed or too short.
-    bad_chains,
-    /// Connections established.
-    conns_added,
-    /// Connections ended.
-    conns_removed,
-    /// Connections refused: the sum of the next seven.
-    conns_refused,
-    /// Those that a configuration denies: a rule of the access list (which counts them by rule:
-    /// [`AccessList::denied`](crate::access::AccessList::denied)), no group in common, or a port that a
-    /// process has not named.
-    refused_denied,
-    /// Those to the host side for which no program listens: the host socket or the target of a rule
-    /// does not exist, or nothing listens there.
-    refused_no_listener,
-    /// Those to the host side for which the backlog of the listener stayed full.
-    refused_backlog_full,
-    /// Those whose target does not answer in time or cannot be reached: a silent TCP target (a full backlog
-    /// of TCP looks so, too), no route to it, a guest that does not answer or has no running driver, a
-    /// CID that no endpoint has.
-    refused_unreachable,
-    /// Those that a guest or an attached process refused: nothing listens on the port there, or the
-    /// backlog is full.
-    refused_by_endpoint,
-    /// Those beyond a limit: of a rule, of a VM's share of descriptors, of requests without an answer.
-    refused_by_limit,
-    /// Others: a name that does not resolve, an address that a policy denies, a caller that gave up.
-    refused_other,
-    /// Kicks from guests.
-    kicks,
-    /// Handshakes of host programs that were closed: time-out, or no CONNECT line.
-    bad_handshakes,
-    /// Connects, in either direction, that were retried because the listener's backlog was full.
-    connect_retries,
-    /// Ended connections that were dropped because the host program did not read the last bytes in
-    /// time.
-    linger_timeouts,
-    /// Connections reset because too many bytes waited for their receiver.
-    overflow_resets,
-    /// Connections reset and devices lost because memory could not be allocated.
-    no_memory,
-    /// Connections reset because a message was longer than its receiver accepts.
-    message_resets,
-    /// Datagrams from guests that were dropped: fragments were missing or the datagram was too
-    /// long; the destination does not exist, is not allowed, or does not accept datagrams; or too
-    /// many bytes waited for the receiver. Also those that sockets of rules did not take, and answers
-    /// of such sockets that are too long for the guest. Datagrams dropped at a socket of the embedding
-    /// program are counted there.
-    datagrams_dropped,
-    /// Devices lost because their memory vanished or their rings broke, one for each device however
-    /// many queue pairs it has.
-    devices_lost,
-    /// Connections that exist now, including those being established, and ended ones that the
-    /// guest has not been told of yet.
-    connections_now,
-    /// Bridges that exist now: host sockets and siblings, including sockets that still take the
-    /// last bytes of an ended connection.
-    bridges_now,
-    /// Timers that run now.
-    timers_now,
-    /// Ports used now by connections that host programs and siblings have made: one for each
-    /// connection, on whichever queue pair it is.
-    ports_now,
+    workers {
+        /// Payload bytes that the kernel read from or wrote into guest memory directly, or that were
+        /// copied once from guest to guest.
+        in_place_bytes,
+        /// Those that were sent to TCP sockets with MSG_ZEROCOPY. The kernel may have copied some of them
+        /// after all, for instance to a target on the same machine.
+        zero_copy_bytes,
+        /// Payload bytes that were copied into a buffer of the device because their receiver stalled.
+        copied_bytes,
+        /// Payload bytes from guests.
+        rx_bytes,
+        /// Payload bytes to guests.
+        tx_bytes,
+        /// Packets from guests.
+        rx_packets,
+        /// Packets to guests.
+        tx_packets,
+        /// Packets that no correct guest sends: malformed, from another source, beyond credit.
+        bad_packets,
+        /// Descriptor chains that were malformed or too short.
+        bad_chains,
+        /// Connections established.
+        conns_added,
+        /// Connections ended.
+        conns_removed,
+        /// Connections refused: the sum of the next seven.
+        conns_refused,
+        /// Those that a configuration denies: a rule of the access list (which counts them by rule:
+        /// [`AccessList::denied`](crate::access::AccessList::denied)), no group in common, or a port that a
+        /// process has not named.
+        refused_denied,
+        /// Those to the host side for which no program listens: the host socket or the target of a rule
+        /// does not exist, or nothing listens there.
+        refused_no_listener,
+        /// Those to the host side for which the backlog of the listener stayed full.
+        refused_backlog_full,
+        /// Those whose target does not answer in time or cannot be reached: a silent TCP target (a full backlog
+        /// of TCP looks so, too), no route to it, a guest that does not answer or has no running driver, a
+        /// CID that no endpoint has.
+        refused_unreachable,
+        /// Those that a guest or an attached process refused: nothing listens on the port there, or the
+        /// backlog is full.
+        refused_by_endpoint,
+        /// Those beyond a limit: of a rule, of a VM's share of descriptors, of requests without an answer.
+        refused_by_limit,
+        /// Others: a name that does not resolve, an address that a policy denies, a caller that gave up.
+        refused_other,
+        /// Kicks from guests.
+        kicks,
+        /// Handshakes of host programs that were closed: time-out, or no CONNECT line.
+        bad_handshakes,
+        /// Connects, in either direction, that were retried because the listener's backlog was full.
+        connect_retries,
+        /// Ended connections that were dropped because the host program did not read the last bytes in
+        /// time.
+        linger_timeouts,
+        /// Connections reset because too many bytes waited for their receiver.
+        overflow_resets,
+        /// Connections reset and devices lost because memory could not be allocated.
+        no_memory,
+        /// Connections reset because a message was longer than its receiver accepts.
+        message_resets,
+        /// Datagrams from guests that were dropped: fragments were missing or the datagram was too
+        /// long; the destination does not exist, is not allowed, or does not accept datagrams; or too
+        /// many bytes waited for the receiver. Also those that sockets of rules did not take, and answers
+        /// of such sockets that are too long for the guest. Datagrams dropped at a socket of the embedding
+        /// program are counted there.
+        datagrams_dropped,
+        /// Devices lost because their memory vanished or their rings broke, one for each device however
+        /// many queue pairs it has.
+        devices_lost,
+        /// Connections that exist now, including those being established, and ended ones that the
+        /// guest has not been told of yet.
+        connections_now,
+        /// Bridges that exist now: host sockets and siblings, including sockets that still take the
+        /// last bytes of an ended connection.
+        bridges_now,
+        /// Timers that run now.
+        timers_now,
+        /// Ports used now by connections that host programs and siblings have made: one for each
+        /// connection, on whichever queue pair it is.
+        ports_now,
+    }
+    others {
+        /// Messages and descriptors of front-ends that were refused. The control thread also
+        /// counts them by kind.
+        control_faults,
+        /// Attached processes, services not included.
+        attached,
+        /// Attached services of the host.
+        services,
+        /// Ports of the host that services have claimed.
+        claimed_ports,
+        /// Requests to attach that were refused.
+        attach_refused,
+        /// Descriptors of peers that were refused and closed: of a kind that no request
+        /// accepts, or beyond the peer's [share](crate::daemon::Shares). Includes connections
+        /// of host programs beyond the share.
+        descriptors_refused,
+        /// System calls on objects of peers (close, munmap) that the reaper of this process has
+        /// finished.
+        reaper_finished,
+        /// Those that took long while others waited: a peer can delay them.
+        reaper_stuck,
+        /// Reaper threads that exist now.
+        reaper_threads,
+        /// Calls that wait or run now.
+        reaper_pending,
+        /// Age of the oldest running call in milliseconds.
+        reaper_longest_ms,
+    }
 }
 
 /// Why a connection is refused, as the counters distinguish it.

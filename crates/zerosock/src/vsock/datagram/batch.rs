@@ -36,20 +36,7 @@ impl Datagram {
     /// # Errors
     /// As [`send_to`](Self::send_to).
     pub fn send_many<B: AsRef<[u8]>>(&self, datagrams: &[(B, Address)]) -> io::Result<usize> {
-        if datagrams.is_empty() {
-            return Ok(0);
-        }
-        self.transmit(|backend| {
-            let mut sent = 0;
-            for (bytes, to) in datagrams {
-                match backend.send(self.id, *to, bytes.as_ref()) {
-                    Ok(()) => sent += 1,
-                    Err(fault) if sent == 0 => return Err(fault),
-                    Err(_) => break,
-                }
-            }
-            Ok(sent)
-        })
+        self.send_each(datagrams.iter().map(|(bytes, to)| (bytes.as_ref(), *to)))
     }
 
     /// As [`send_many`](Self::send_many), all to the [connected](Self::connect) peer.
@@ -58,13 +45,21 @@ impl Datagram {
     /// As there; `NotConnected`.
     pub fn send_all<B: AsRef<[u8]>>(&self, datagrams: &[B]) -> io::Result<usize> {
         let to = self.peer()?;
-        if datagrams.is_empty() {
+        self.send_each(datagrams.iter().map(|bytes| (bytes.as_ref(), to)))
+    }
+
+    #[inline]
+    fn send_each<'d>(
+        &self,
+        datagrams: impl ExactSizeIterator<Item = (&'d [u8], Address)> + Clone,
+    ) -> io::Result<usize> {
+        if datagrams.len() == 0 {
             return Ok(0);
         }
         self.transmit(|backend| {
             let mut sent = 0;
-            for bytes in datagrams {
-                match backend.send(self.id, to, bytes.as_ref()) {
+            for (bytes, to) in datagrams.clone() {
+                match backend.send(self.id, to, bytes) {
                     Ok(()) => sent += 1,
                     Err(fault) if sent == 0 => return Err(fault),
                     Err(_) => break,

@@ -286,10 +286,14 @@ impl Datagram {
     /// # Errors
     /// `WouldBlock` and `TimedOut`; `ConnectionAborted` when the endpoint has failed.
     pub fn recv_from(&self, out: &mut [u8]) -> io::Result<(usize, Address)> {
+        self.read(out, false)
+    }
+
+    #[inline]
+    fn read(&self, out: &mut [u8], peek: bool) -> io::Result<(usize, Address)> {
         self.receive(|backend| {
-            let got = backend
-                .recv(self.id, out, false)
-                .ok_or(RecvFault::WouldBlock)?;
+            let got = backend.recv(self.id, out, peek);
+            let got = got.ok_or(RecvFault::WouldBlock)?;
             Ok((got.len, got.source))
         })
     }
@@ -307,12 +311,7 @@ impl Datagram {
     /// # Errors
     /// As there.
     pub fn peek_from(&self, out: &mut [u8]) -> io::Result<(usize, Address)> {
-        self.receive(|backend| {
-            let got = backend
-                .recv(self.id, out, true)
-                .ok_or(RecvFault::WouldBlock)?;
-            Ok((got.len, got.source))
-        })
+        self.read(out, true)
     }
 
     /// Calls are made by registered tasks.

@@ -1,6 +1,5 @@
 //! Streams in two halves, owned by two tasks.
 
-use std::fmt;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -90,16 +89,9 @@ pub struct OwnedWriteHalf {
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("the halves are not of the same stream")]
 pub struct ReuniteError(pub OwnedReadHalf, pub OwnedWriteHalf);
-
-impl fmt::Display for ReuniteError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the halves are not of the same stream")
-    }
-}
-
-impl std::error::Error for ReuniteError {}
 
 impl OwnedReadHalf {
     fn stream(&self) -> &AsyncStream {

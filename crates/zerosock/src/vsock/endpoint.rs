@@ -157,7 +157,7 @@ impl Endpoint {
     /// The stream of a connection that the driver has already.
     pub(crate) fn stream(&self, id: driver::StreamId) -> Stream {
         let info = self.core.lock().backend().info(id).unwrap();
-        Stream::new(self.core.clone(), id, &info, self.wait)
+        crate::vsock::connection::Connected::new(self.core.clone(), id, &info, self.wait)
     }
 }
 

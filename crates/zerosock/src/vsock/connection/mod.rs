@@ -26,7 +26,7 @@ use zerosock_ring::Trust;
 use super::blocking::CallWaits;
 use super::bound::Bound;
 use super::errors::{ConnectError, StreamError, of_recv, of_refusal, of_send};
-use super::hub::{Core, Interest, WaitBudget};
+use super::hub::{Core, Interest};
 use super::options::Options;
 use super::waiting::Wait;
 use crate::table::sockets::{StreamId, StreamState};
@@ -88,7 +88,7 @@ impl Connection {
         let interest = Interest::Conn(self.id);
         Ok(self
             .core
-            .wait(interest, || self.read_wait_budget(), attempt)??)
+            .wait(interest, || self.waits.read_budget(), attempt)??)
     }
 
     pub(super) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
@@ -129,14 +129,6 @@ impl Connection {
         self.counts.stats(info.map_or(0, |info| info.unread))
     }
 
-    pub(super) fn read_wait_budget(&self) -> WaitBudget {
-        self.waits.read_budget()
-    }
-
-    pub(super) fn write_wait_budget(&self) -> WaitBudget {
-        self.waits.write_budget()
-    }
-
     /// Calls `get` until it returns data, end of file or an error.
     #[inline]
     pub(super) fn receive<T>(
@@ -150,7 +142,7 @@ impl Connection {
         let interest = Interest::Conn(self.id);
         Ok(self
             .core
-            .wait_to_read(interest, || self.read_wait_budget(), attempt)??)
+            .wait_to_read(interest, || self.waits.read_budget(), attempt)??)
     }
 
     /// Calls `put` until it has room, or returns an error; publishes what it has queued.
@@ -179,7 +171,7 @@ impl Connection {
         let interest = Interest::Conn(self.id);
         Ok(self
             .core
-            .wait(interest, || self.write_wait_budget(), attempt)??)
+            .wait(interest, || self.waits.write_budget(), attempt)??)
     }
 
     /// Waits until the queued rest of a message is sent: the program may not call the endpoint
@@ -191,7 +183,7 @@ impl Connection {
             (!backend.is_sending(self.id)).then_some(())
         };
         let interest = Interest::Conn(self.id);
-        let budget = || self.write_wait_budget();
+        let budget = || self.waits.write_budget();
         Ok(self.core.wait(interest, budget, attempt)?)
     }
 

@@ -166,7 +166,7 @@ impl Connection {
 
     /// The wait mode of calls; `None` if they do not block.
     fn waiting(&self) -> Option<Wait> {
-        match self.read_wait_budget().mode {
+        match self.waits.read_budget().mode {
             WaitMode::Block(wait) => Some(wait),
             _ => None,
         }

@@ -10,6 +10,7 @@ use zerosock_proto::Port;
 
 use super::{Core, Interest, WaitBudget, WaitMode};
 use crate::table::backend::Backend;
+use crate::vsock::connection::Connected;
 use crate::vsock::fake::core;
 use crate::vsock::waiting::Wait;
 

@@ -12,6 +12,7 @@ use zerosock_proto::Port;
 use super::*;
 use crate::table::backend::{Backend, ReadySource};
 use crate::table::sockets::{StreamId, StreamState};
+use crate::vsock::connection::Connected;
 use crate::vsock::fake::{Scripted, core, info};
 use crate::vsock::listener::Listener;
 use crate::vsock::stream::Stream;

@@ -374,7 +374,7 @@ impl<'a> Loan<'a> {
             Err(SendFault::Unknown) => Some(Err(StreamError::Revoked)),
             Err(fault) => Some(Err(of_send(fault).unwrap_or(StreamError::Reset))),
         };
-        let budget = || conn.write_wait_budget();
+        let budget = || conn.waits.write_budget();
         Ok(conn.core.wait(interest, budget, attempt)??)
     }
 

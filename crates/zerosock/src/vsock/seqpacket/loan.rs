@@ -291,7 +291,7 @@ impl<'a> MessageLoan<'a> {
             .core
             .wait(
                 Interest::Conn(conn.id),
-                || conn.write_wait_budget(),
+                || conn.waits.write_budget(),
                 attempt,
             )
             .map_err(io::Error::from)

@@ -108,12 +108,6 @@ impl From<MessageRead> for Received {
 connection_calls!(SeqPacket);
 
 impl SeqPacket {
-    pub(super) fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> SeqPacket {
-        SeqPacket {
-            conn: Connection::new(core, id, info, wait),
-        }
-    }
-
     /// Changes the receive buffer, and with it the maximum length of received and sent messages;
     /// see [`Stream::set_buffer_size`](super::Stream::set_buffer_size). Messages that the peer has
     /// credit for already still arrive.
@@ -141,7 +135,7 @@ impl SeqPacket {
     pub fn wait_readable(&self) -> io::Result<()> {
         let attempt = |backend: &mut dyn Backend| is_ready(backend, self.conn.id).then_some(());
         let interest = Interest::Conn(self.conn.id);
-        let budget = || self.conn.read_wait_budget();
+        let budget = || self.conn.waits.read_budget();
         Ok(self.conn.core.wait(interest, budget, attempt)?)
     }
 
@@ -305,7 +299,9 @@ impl Connected for SeqPacket {
     const TYPE: SocketType = SocketType::SeqPacket;
 
     fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> SeqPacket {
-        SeqPacket::new(core, id, info, wait)
+        SeqPacket {
+            conn: Connection::new(core, id, info, wait),
+        }
     }
 
     fn conn(&self) -> &Connection {

@@ -83,7 +83,7 @@ impl Batch<'_> {
         {
             return Ok(done);
         }
-        let budget = conn.write_wait_budget();
+        let budget = conn.waits.write_budget();
         let attempt = |backend: &mut dyn Backend| match put(backend, conn.id) {
             Ok(done) => Some(Ok(done)),
             Err(fault) => conn.send_fault(backend, fault),

@@ -82,16 +82,6 @@ pub struct Stream {
 connection_calls!(Stream);
 
 impl Stream {
-    pub(super) fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> Stream {
-        Stream {
-            rx_map: core.rx_map(),
-            conn: Connection::new(core, id, info, wait),
-            low_water: AtomicU32::new(1),
-            coalesces: AtomicBool::new(false),
-            read_ahead: ReadAhead::default(),
-        }
-    }
-
     /// Waits, as a read would, until at least low-water mark bytes, end of file or an error can be
     /// read; reads nothing. For programs that would use `poll(2)`.
     ///
@@ -99,7 +89,7 @@ impl Stream {
     /// `WouldBlock`, `TimedOut`; `ConnectionAborted` when the endpoint has failed.
     pub fn wait_readable(&self) -> io::Result<()> {
         let low_water = self.low_water();
-        let budget = || self.conn.read_wait_budget();
+        let budget = || self.conn.waits.read_budget();
         let attempt = |backend: &mut dyn Backend| {
             let there = backend
                 .ahead(self.conn.id)
@@ -310,7 +300,13 @@ impl Connected for Stream {
     const TYPE: SocketType = SocketType::Stream;
 
     fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> Stream {
-        Stream::new(core, id, info, wait)
+        Stream {
+            rx_map: core.rx_map(),
+            conn: Connection::new(core, id, info, wait),
+            low_water: AtomicU32::new(1),
+            coalesces: AtomicBool::new(false),
+            read_ahead: ReadAhead::default(),
+        }
     }
 
     fn conn(&self) -> &Connection {
@@ -318,7 +314,11 @@ impl Connected for Stream {
     }
 
     fn apply_options(&mut self, options: Options, bound: Option<Bound>) {
-        Stream::apply_options(self, options, bound);
+        self.conn.apply_options(options, bound);
+        if options.low_water > 1 {
+            // Cannot fail: the mark was validated against the same buffer size.
+            let _ = self.set_low_water(options.low_water);
+        }
     }
 
     fn unbind(&mut self) -> Option<Bound> {

@@ -4,8 +4,6 @@ use std::io;
 use std::sync::atomic::Ordering;
 
 use super::Stream;
-use crate::vsock::bound::Bound;
-use crate::vsock::options::Options;
 
 impl Stream {
     /// Changes the receive buffer (SO_VM_SOCKETS_BUFFER_SIZE), which limits the unread bytes of
@@ -120,14 +118,5 @@ impl Stream {
     /// Whether small writes coalesce when the peer has very many packets unread.
     pub fn coalesces(&self) -> bool {
         self.coalesces.load(Ordering::Relaxed)
-    }
-
-    /// Takes the options and the bound port of the listener or socket that it was made of.
-    pub(in crate::vsock) fn apply_options(&mut self, options: Options, bound: Option<Bound>) {
-        self.conn.apply_options(options, bound);
-        if options.low_water > 1 {
-            // Cannot fail: the mark was validated against the same buffer size.
-            let _ = self.set_low_water(options.low_water);
-        }
     }
 }

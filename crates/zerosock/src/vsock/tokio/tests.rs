@@ -8,6 +8,7 @@ use zerosock_proto::{Address, Port};
 
 use super::*;
 use crate::table::sockets::{StreamId, StreamState};
+use crate::vsock::connection::Connected;
 use crate::vsock::fake::{core, info};
 use crate::vsock::stream::Stream;
 use crate::vsock::waiting::Wait;

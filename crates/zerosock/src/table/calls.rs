@@ -15,7 +15,7 @@ use super::coalesced::unsent;
 use super::inboxes::{Inboxes, LeasedDatagram, ReceivedDatagram};
 use super::places::LeaseParts;
 use super::sockets::{
-    Conn, MessageEnd, MessageRead, NoLease, Shown, Sockets, Store, StreamId, StreamState,
+    Conn, MessageEnd, NoLease, Received, Shown, Sockets, Store, StreamId, StreamState,
 };
 use super::transfers::{Ahead, Payload, RecvFault, ShowBounds};
 
@@ -191,7 +191,7 @@ pub trait ConnectionCalls {
         id: StreamId,
         out: &mut [u8],
         peek: bool,
-    ) -> Result<Option<MessageRead>, RecvFault>;
+    ) -> Result<Option<Received>, RecvFault>;
 
     /// Leases the first message, one lease for each part. The flag tells whether it ends a record.
     /// `Ok(None)`: end of stream.
@@ -340,7 +340,7 @@ impl<A: TableAccess> ConnectionCalls for A {
         id: StreamId,
         out: &mut [u8],
         peek: bool,
-    ) -> Result<Option<MessageRead>, RecvFault> {
+    ) -> Result<Option<Received>, RecvFault> {
         if !peek {
             // Nothing, if the connection holds bytes.
             let bounds = ShowBounds {
@@ -354,10 +354,10 @@ impl<A: TableAccess> ConnectionCalls for A {
             };
             let shown = self.show_arrivals(id, bounds, &mut copy);
             if shown.packets > 0 {
-                let message = MessageRead {
+                let message = Received {
                     len: shown.bytes,
                     copied,
-                    ends_record: shown.ends == Some(MessageEnd::Record),
+                    end_of_record: shown.ends == Some(MessageEnd::Record),
                 };
                 if let Some(sockets) = self.sockets_mut() {
                     sockets.count_read_message(&message);

@@ -18,7 +18,7 @@ use crate::table::calls::{ConnectionCalls, CreditInfo};
 use crate::table::leases::Leases;
 use crate::table::over::EndpointEnded;
 use crate::table::sending::SendingCalls;
-use crate::table::sockets::{Copied, LeaseParts, MessageRead, StreamId, StreamState};
+use crate::table::sockets::{Copied, LeaseParts, Received, StreamId, StreamState};
 use crate::table::{
     backend::{Ahead, Backend, ConnInfo, EndpointStats, ReadySource},
     transfers::{LoanParts, LoanedPart, Payload, Publish, RecvFault, SendFault},
@@ -138,7 +138,7 @@ impl ConnectionCalls for Fake {
         _: StreamId,
         _: &mut [u8],
         _: bool,
-    ) -> Result<Option<MessageRead>, RecvFault> {
+    ) -> Result<Option<Received>, RecvFault> {
         Err(RecvFault::WouldBlock)
     }
 

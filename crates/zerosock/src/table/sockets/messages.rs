@@ -16,14 +16,23 @@ use super::store::Store;
 use super::{Conn, Sockets};
 use crate::table::places::{LeaseParts, NoLease};
 
-/// The result of reading or peeking at a message.
+/// What [`SeqPacket::recv`](crate::vsock::SeqPacket::recv) has received.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct MessageRead {
-    /// Length of the message in bytes.
-    pub(crate) len: usize,
-    /// Bytes copied to the caller.
-    pub(crate) copied: usize,
-    pub(crate) ends_record: bool,
+#[non_exhaustive]
+pub struct Received {
+    /// The full length of the message in bytes, as recv(2) returns with MSG_TRUNC.
+    pub len: usize,
+    /// Bytes copied to the buffer; the rest is discarded.
+    pub copied: usize,
+    /// Whether the message ends a record: MSG_EOR.
+    pub end_of_record: bool,
+}
+
+impl Received {
+    /// Whether the buffer was too short.
+    pub fn is_truncated(&self) -> bool {
+        self.copied < self.len
+    }
 }
 
 impl<T> Conn<T> {
@@ -128,11 +137,11 @@ impl<T> Sockets<T> {
         out: &mut [u8],
         peek: bool,
         store: &mut impl Store<Token = T>,
-    ) -> Option<MessageRead> {
+    ) -> Option<Received> {
         let conn = self.get(id)?;
         let (parts, len) = conn.first_message()?;
         let mut copied = 0;
-        let mut ends_record = false;
+        let mut end_of_record = false;
         for part in conn.parts.iter().take(parts) {
             let target = out.get_mut(copied..).unwrap_or(&mut []);
             let step = target.len().min(part.len());
@@ -150,16 +159,16 @@ impl<T> Sockets<T> {
                 }
             }
             copied += step;
-            ends_record = part.ends() == MessageEnd::Record;
+            end_of_record = part.ends() == MessageEnd::Record;
         }
         if !peek {
             self.counted.copied_out += copied as u64;
             self.consume_message(id, parts, store);
         }
-        Some(MessageRead {
+        Some(Received {
             len,
             copied,
-            ends_record,
+            end_of_record,
         })
     }
 

@@ -45,7 +45,7 @@ pub(crate) use arrival::{Arrival, Shown};
 pub use ids::{StreamId, StreamState};
 use lent_entry::LentEntry;
 pub(crate) use message_end::MessageEnd;
-pub(crate) use messages::MessageRead;
+pub use messages::Received;
 use pool::Pool;
 pub(crate) use received::{HeldBuffer, Messages, ReceivedPart};
 pub(crate) use room::Waiters;

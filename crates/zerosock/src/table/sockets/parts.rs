@@ -2,7 +2,7 @@
 
 use super::ids::StreamId;
 use super::message_end::{MessageEnd, cost};
-use super::messages::MessageRead;
+use super::messages::Received;
 use super::received::{HeldBuffer, ReceivedPart, copy_out};
 use super::store::Store;
 use super::{Conn, Sockets};
@@ -288,7 +288,7 @@ impl<T> Sockets<T> {
 
     /// As `count_read`, for a message, of which the rest was discarded.
     #[inline]
-    pub(crate) fn count_read_message(&mut self, message: &MessageRead) {
+    pub(crate) fn count_read_message(&mut self, message: &Received) {
         self.counted.received += message.len as u64;
         self.counted.copied_out += message.copied as u64;
     }

@@ -32,7 +32,8 @@ use super::options::Options;
 use super::waiting::Wait;
 use crate::table::backend::{Backend, ConnInfo};
 use crate::table::outgoing::len_of;
-use crate::table::sockets::{MessageRead, StreamId, StreamState};
+pub use crate::table::sockets::Received;
+use crate::table::sockets::{StreamId, StreamState};
 pub use leases::MessageLeases;
 pub use listener::SeqPacketListener;
 pub use loan::MessageLoan;
@@ -74,35 +75,6 @@ pub use loan::MessageLoan;
 /// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 pub struct SeqPacket {
     pub(super) conn: Connection,
-}
-
-/// What [`SeqPacket::recv`] has received.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-#[non_exhaustive]
-pub struct Received {
-    /// The full length of the message in bytes, as recv(2) returns with MSG_TRUNC.
-    pub len: usize,
-    /// Bytes copied to the buffer; the rest is discarded.
-    pub copied: usize,
-    /// Whether the message ends a record: MSG_EOR.
-    pub end_of_record: bool,
-}
-
-impl Received {
-    /// Whether the buffer was too short.
-    pub fn is_truncated(&self) -> bool {
-        self.copied < self.len
-    }
-}
-
-impl From<MessageRead> for Received {
-    fn from(message: MessageRead) -> Received {
-        Received {
-            len: message.len,
-            copied: message.copied,
-            end_of_record: message.ends_record,
-        }
-    }
 }
 
 connection_calls!(SeqPacket);
@@ -173,14 +145,13 @@ impl SeqPacket {
     /// `WouldBlock`, `TimedOut`; else a [`StreamError`](super::StreamError) is the source. An
     /// incomplete last message is not received.
     pub fn recv(&self, out: &mut [u8]) -> io::Result<Option<Received>> {
-        let message = self.conn.receive(|backend| {
+        self.conn.receive(|backend| {
             let got = backend.read_message(self.conn.id, out, false)?;
             if let Some(message) = &got {
                 self.conn.counts.add_read_copied(message.len);
             }
             Ok(got)
-        })?;
-        Ok(message.map(Received::from))
+        })
     }
 
     /// As [`recv`](Self::recv), but leaves the message in the receive buffer.
@@ -188,10 +159,8 @@ impl SeqPacket {
     /// # Errors
     /// As [`recv`](Self::recv).
     pub fn peek(&self, out: &mut [u8]) -> io::Result<Option<Received>> {
-        let message = self
-            .conn
-            .receive(|backend| backend.read_message(self.conn.id, out, true))?;
-        Ok(message.map(Received::from))
+        self.conn
+            .receive(|backend| backend.read_message(self.conn.id, out, true))
     }
 
     /// Receives the next message in place: one lease for each of its packets. `None`: the peer has

@@ -30,7 +30,7 @@ fn read(table: &mut Table, id: StreamId, peek: bool) -> Option<(Vec<u8>, bool)> 
         .sockets
         .read_message(id, &mut out, peek, &mut table.slots)?;
     assert_eq!(got.len, got.copied);
-    Some((out[..got.len].to_vec(), got.ends_record))
+    Some((out[..got.len].to_vec(), got.end_of_record))
 }
 
 #[test]

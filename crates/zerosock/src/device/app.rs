@@ -181,7 +181,10 @@ impl DeviceHalf<'_, '_> {
         if !app.is_some_and(|app| app.listeners.contains(local.port)) {
             return false;
         }
-        if self.device.app.flows.reserve(flow).is_err() {
+        let app = self.cx.shared.app.as_deref_mut();
+        if self.device.app.flows.reserve(flow).is_err()
+            || app.is_some_and(|app| app.sockets.reserve().is_err())
+        {
             self.cx.shared.counters.refuse(RefusalCause::Limit);
             self.device.bridges_with(self.cx).reset_without_memory(flow);
             return true;
@@ -233,7 +236,10 @@ impl DeviceHalf<'_, '_> {
             .shard
             .connect(cx.now, local, to, socket_type)
             .inspect_err(|&error| cx.shared.counters.refuse(error.into()))?;
-        if device.app.flows.reserve(flow).is_err() {
+        let app = cx.shared.app.as_deref_mut();
+        if device.app.flows.reserve(flow).is_err()
+            || app.is_some_and(|app| app.sockets.reserve().is_err())
+        {
             device.bridges_with(cx).reset_without_memory(flow);
             return Err(ConnectError::TooManyConnections);
         }

@@ -267,7 +267,7 @@ impl Backend for Driver {
         let local = Address::new(self.cid, port);
         let pair = &mut self.store.queue_pairs[queue_pair];
         let flow = pair.shard.connect(now, local, to, socket_type)?;
-        if pair.flows.reserve(flow).is_err() {
+        if pair.flows.reserve(flow).is_err() || self.sockets.reserve().is_err() {
             let _ = pair.shard.reset(flow);
             return Err(ConnectError::TooManyConnections);
         }

@@ -406,7 +406,11 @@ impl Driver {
     ) {
         let admitted = self.listeners.admit(local.port, socket_type);
         let pair = &mut self.store.queue_pairs[queue_pair];
-        let (Ok(buffer), Ok(())) = (admitted, pair.flows.reserve(flow)) else {
+        let reserved = pair
+            .flows
+            .reserve(flow)
+            .and_then(|()| self.sockets.reserve());
+        let (Ok(buffer), Ok(())) = (admitted, reserved) else {
             // Fails only for a flow that has ended.
             let _ = pair.shard.reject(flow);
             return;

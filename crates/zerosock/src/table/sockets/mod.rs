@@ -30,7 +30,7 @@ mod received;
 mod room;
 mod store;
 
-use std::collections::VecDeque;
+use std::collections::{TryReserveError, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -195,6 +195,14 @@ impl<T> Sockets<T> {
             conn.low_water = 0;
         }
         id
+    }
+
+    /// Makes room for one more connection.
+    pub(crate) fn reserve(&mut self) -> Result<(), TryReserveError> {
+        match self.free.is_empty() {
+            true => self.conns.try_reserve(1),
+            false => Ok(()),
+        }
     }
 
     fn add(

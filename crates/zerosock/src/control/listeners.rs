@@ -48,7 +48,7 @@ const BUDGET: usize = 64;
 /// Pause while no descriptor is free or too many clients are on their way.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Events of the mailbox, and of listeners, whose key is their index.
+/// Events of the mailbox, and of listeners by their index.
 const MAILBOX: EventKind = EventKind::new(1);
 const LISTENER: EventKind = EventKind::new(2);
 

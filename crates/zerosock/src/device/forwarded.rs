@@ -163,7 +163,7 @@ impl GuestBridges<'_, '_> {
         }
     }
 
-    /// Begins to account for a bridge whose two sides are connected.
+    /// Begins to account for a bridge with both sides connected.
     pub(super) fn forwarded_opened(&mut self, key: u32) {
         let Some(bridge) = self.device.bridges.get_mut(key) else {
             return;

@@ -54,7 +54,7 @@ pub(crate) struct WholePacket {
 
 /// The calls that send. See the module documentation.
 pub(crate) trait SendCalls: SendHalf {
-    /// Sends a packet whose payload `fill` writes, in the common case: there are credit and a buffer for all
+    /// Sends a packet with the payload that `fill` writes, in the common case: there are credit and a buffer for all
     /// of it, and nothing goes first. False: nothing was sent.
     #[inline(always)] // keeps the header in registers
     fn send_whole(&mut self, packet: WholePacket, fill: impl FnOnce(GuestSlice<'_>)) -> bool {
@@ -126,7 +126,7 @@ pub(crate) trait SendCalls: SendHalf {
         }
     }
 
-    /// Sends the packet whose payload is in the buffer, and counts it.
+    /// Sends the packet with the payload in the buffer, and counts it.
     #[inline(always)] // every packet
     fn transmit(&mut self, buffer: Self::Buffer, header: &Repr) {
         self.emit(buffer, header);

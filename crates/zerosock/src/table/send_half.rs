@@ -90,7 +90,7 @@ pub(crate) trait SendHalf {
         buffer: &'b Self::Buffer,
     ) -> Option<(&'b Arc<Memory>, &'b [Piece], usize)>;
 
-    /// Writes the header of a packet whose payload is in the buffer, and queues the packet.
+    /// Writes the header of a packet with its payload in the buffer, and queues the packet.
     fn emit(&mut self, buffer: Self::Buffer, header: &Repr);
 
     /// Returns a buffer to the front of the queue.

@@ -28,7 +28,7 @@ pub(crate) trait SendAccess: TableAccess {
     /// The half with this pool of buffers; `None`: it has gone.
     fn half_of_pool(&self, pool: u32) -> Option<u32>;
 
-    /// Calls `act` with a half, whose changes the next flush shows to its peer. `None`: it has gone.
+    /// Calls `act` with a half; the next flush shows the changes to its peer. `None`: it has gone.
     fn with_half<T>(&mut self, half: u32, act: impl FnOnce(&mut Self::Half<'_>) -> T) -> Option<T>;
 
     /// Has a half send one packet as [`SendCalls::send_whole`], and publishes it as `publish` says. Buffers that

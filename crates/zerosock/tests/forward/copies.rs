@@ -12,7 +12,7 @@ use crate::common::{PATIENCE, assert_bytes, bytes, deadline, eventually, host};
 /// Fits into the buffers of sockets without a stall.
 const LEN: usize = 60_000;
 
-/// A VM whose chains may be held as long as a busy machine takes.
+/// A VM that may leave chains with the device as long as a busy machine takes.
 fn lab(rules: Vec<ForwardRule>) -> ForwardingDaemon {
     ForwardingDaemon::with(1, |config| {
         config.forward = rules;

@@ -16,7 +16,7 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// Returns the next connection whose readiness has changed since it was last returned.
+    /// Returns the next connection with changed readiness since it was last returned.
     pub(crate) fn next_ready(&mut self) -> Option<StreamId> {
         loop {
             let index = self.ready_list.pop_front()?;

@@ -88,6 +88,7 @@ fn remedy(error: &socket_file::BindError) -> &'static str {
         socket_file::BindError::Group(_) => {
             "; run as a member of the group of --socket-group, or as root"
         }
+        socket_file::BindError::Mode(_) => "; see --socket-mode",
         _ => "",
     }
 }

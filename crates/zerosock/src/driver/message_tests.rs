@@ -1,14 +1,17 @@
 //! A device that violates the rules for messages affects one connection or its own endpoint only.
 //! The device is the test.
 
-use std::io::{Error, ErrorKind, Write};
+use std::io::{Error, ErrorKind, IoSlice, Write};
 
+use zerosock_proto::Port;
 use zerosock_proto::vsock::messages::MAX_UNREAD_EMPTY;
 use zerosock_proto::vsock::pairs::TX_QUEUE;
-use zerosock_proto::wire::vsock::{Op, SEQ_EOM, SocketType};
+use zerosock_proto::wire::vsock::{Op, SEQ_EOM, SHUTDOWN_RECEIVE, SocketType};
 
 use super::hostile_tests::poke;
 use super::test_device::{SERVER, TestDevice, pair};
+use crate::table::backend::{Backend, ReadySource};
+use crate::table::sending::SendingCalls;
 use crate::vsock::{Endpoint, SeqPacket, StreamError};
 
 /// Payload capacity of a buffer of the endpoint, in bytes.
@@ -265,4 +268,31 @@ fn a_loan_of_a_message_that_cannot_start_takes_no_slot() {
         victim.sendable_messages(),
         Victim::new().sendable_messages()
     );
+}
+
+/// The rest of a message is dropped when the peer receives no more, and the sender learns of it.
+#[test]
+fn a_sender_that_waits_is_woken_when_the_rest_is_not_needed() {
+    let (mut driver, mut peer) = pair(|config| {
+        config.queue_size = 64;
+        config.tx_buffer_size = BUFFER as u32;
+    });
+    let id = Backend::connect(&mut driver, Port::ANY, SERVER, SocketType::SeqPacket).unwrap();
+    Backend::flush(&mut driver);
+    peer.header.socket_type = SocketType::SeqPacket.into();
+    peer.header.dst = peer.take_op(Op::Request).src;
+    peer.send(Op::Response, &[]);
+    Backend::drive(&mut driver).unwrap();
+    // Uses all slots: the message starts, and its rest is queued.
+    let all = driver.send_message(id, &[IoSlice::new(&[2; 200_000])], false);
+    assert_eq!(all, Ok(false));
+    peer.header.flags = SHUTDOWN_RECEIVE;
+    peer.send(Op::Shutdown, &[]);
+    Backend::drive(&mut driver).unwrap();
+    while driver.next_ready().is_some() {}
+    assert!(driver.is_sending(id));
+    while peer.take().is_some() {}
+    Backend::drive(&mut driver).unwrap();
+    assert!(!driver.is_sending(id));
+    assert_eq!(driver.next_ready(), Some(ReadySource::Conn(id)));
 }

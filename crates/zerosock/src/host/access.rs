@@ -219,6 +219,16 @@ impl SendAccess for HostBackend {
         self.with_half_if(half, |_| true, act)
     }
 
+    fn look_at_half<T>(
+        &mut self,
+        half: u32,
+        act: impl FnOnce(&mut Self::Half<'_>) -> T,
+    ) -> Option<T> {
+        let (device, mut cx) = self.worker.lend(half, self.now);
+        let mut half = device?.half(&mut cx);
+        Some(act(&mut half))
+    }
+
     #[inline(always)] // every packet
     fn send_packet(
         &mut self,

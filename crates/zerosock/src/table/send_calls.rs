@@ -327,9 +327,10 @@ pub(crate) trait SendCalls: SendHalf {
             let last = kept.end(len);
             match self.shard().commit_part(&mut kept.room, len as u32, last) {
                 Ok(header) => self.emit(buffer, &header),
-                // The connection has ended and needs the rest no more.
+                // The connection has ended or the peer receives no more: the rest is not needed.
                 Err(_) => {
                     self.discard(buffer);
+                    self.wake_sender(kept.room.flow());
                     continue;
                 }
             }
@@ -337,18 +338,25 @@ pub(crate) trait SendCalls: SendHalf {
             self.count_kept(len);
             let parts = self.parts();
             // Others are of a host socket.
-            if let Some(id) = parts.flows.get(kept.room.flow())
+            if parts.flows.get(kept.room.flow()).is_some()
                 && let Some(program) = parts.program
             {
                 program.tally.count_sent(len as u32);
-                if last.is_some() {
-                    // The sender may wait for the end of the message; no other event reports it.
-                    program.sockets.set_writable(id);
-                }
             }
-            if last.is_none() {
-                parts.outgoing.push_front(kept);
+            match last {
+                Some(_) => self.wake_sender(kept.room.flow()),
+                None => parts.outgoing.push_front(kept),
             }
+        }
+    }
+
+    /// Wakes a sender that waits for the end of its message, which no other event reports.
+    fn wake_sender(&mut self, flow: FlowId) {
+        let parts = self.parts();
+        if let Some(id) = parts.flows.get(flow)
+            && let Some(program) = parts.program
+        {
+            program.sockets.set_writable(id);
         }
     }
 

@@ -31,6 +31,15 @@ pub(crate) trait SendAccess: TableAccess {
     /// Calls `act` with a half; the next flush shows the changes to its peer. `None`: it has gone.
     fn with_half<T>(&mut self, half: u32, act: impl FnOnce(&mut Self::Half<'_>) -> T) -> Option<T>;
 
+    /// As [`with_half`](Self::with_half), for an `act` that changes nothing that the peer could see.
+    fn look_at_half<T>(
+        &mut self,
+        half: u32,
+        act: impl FnOnce(&mut Self::Half<'_>) -> T,
+    ) -> Option<T> {
+        self.with_half(half, act)
+    }
+
     /// Has a half send one packet as [`SendCalls::send_whole`], and publishes it as `publish` says. Buffers that
     /// the program has returned before are published with it: the peer may be waiting for them.
     fn send_packet(
@@ -233,7 +242,7 @@ impl<A: SendAccess> SendingCalls for A {
     fn may_send_message(&mut self, id: StreamId) -> bool {
         match self.sender(id) {
             Ok((half, flow)) => self
-                .with_half(half, |half| half.may_send_message(id, flow))
+                .look_at_half(half, |half| half.may_send_message(id, flow))
                 .unwrap_or(true),
             Err(fault) => fault != SendFault::NotConnected,
         }

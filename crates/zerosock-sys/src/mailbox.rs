@@ -66,7 +66,7 @@ impl<T> Mailbox<T> {
     /// Makes a mailbox and its first sender.
     ///
     /// # Errors
-    /// No eventfd is to be had.
+    /// eventfd(2) fails.
     pub fn new() -> io::Result<(Sender<T>, Mailbox<T>)> {
         let (tx, rx) = mpsc::channel();
         let wakeup = Arc::new(Wakeup {

@@ -337,7 +337,7 @@ pub(crate) trait SendCalls: SendHalf {
             kept.advance(len);
             self.count_kept(len);
             let parts = self.parts();
-            // Others are of a host socket.
+            // A flow of a host socket has no connection of the program.
             if parts.flows.get(kept.room.flow()).is_some()
                 && let Some(program) = parts.program
             {

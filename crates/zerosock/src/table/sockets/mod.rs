@@ -5,8 +5,9 @@
 //! queue), each identified by a token of the backend. A connection is an ordered list of
 //! [`ReceivedPart`]s: held buffers and copies. `parts` stores and reads them, `messages` adds
 //! message boundaries, `lent` manages leases, `bounds` limits the number and age of held buffers,
-//! `readiness` reports changed connections, `room` tracks connections that wait to send. This file adds and removes connections. The types of which the table consists
-//! are in `ids`, `received`, `lent_entry` and `pool`; `store` is what it asks of the backend.
+//! `readiness` reports changed connections, `room` tracks connections that wait to send. This file adds
+//! and removes connections. The types of which the table consists are in `ids`, `received`, `lent_entry`
+//! and `pool`; `store` is what it asks of the backend.
 //!
 //! # Invariants
 //! - Every token is returned to the backend exactly once ([`Store::release`]), except for buffers

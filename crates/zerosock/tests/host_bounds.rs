@@ -2,6 +2,7 @@
 //! other connections, and how it ends when the guest takes its memory back.
 
 use std::io::{ErrorKind, Read, Write};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,7 @@ use crate::common::{
 };
 use crate::hosting::{self, Hosted};
 use zerosock::Port;
-use zerosock::vsock::Stream;
+use zerosock::vsock::{Poller, Readiness, Stream, Wait};
 use zerosock_proto::wire::vsock::Op;
 
 const PORT: Port = Port::new(700);
@@ -78,6 +79,40 @@ fn a_reader_that_never_reads_does_not_stop_others() {
         }
     };
     assert_eq!((got, error.kind()), (sent, ErrorKind::ConnectionReset));
+}
+
+/// Nothing but the calls runs the host, and the guest takes nothing: an attempt that fails must not look like
+/// work, or the call spins and does not look at the clock.
+#[test]
+fn calls_that_wait_for_a_guest_that_does_not_read_end_in_time() {
+    for wait in [Wait::Sleep, Wait::Spin, Wait::ADAPTIVE] {
+        let mut hosted = Hosted::with(1, wait);
+        let mut guest = hosted.guest();
+        let (_, stream) = pair(&hosted, &mut guest);
+        hosted.stop();
+        let limit = Duration::from_millis(50);
+        stream.set_write_timeout(Some(limit)).unwrap();
+        let (tell, told) = mpsc::channel();
+        let writer = thread::spawn(move || {
+            let part = bytes(1, 1000);
+            let write = loop {
+                if let Err(error) = (&stream).write(&part) {
+                    break error.kind();
+                }
+            };
+            let loan = stream.loan(1000).map(drop).unwrap_err().kind();
+            let mut poller = Poller::new(wait);
+            poller.add_stream(&stream, 1, Readiness::WRITABLE);
+            let ready = poller.wait(Some(limit)).unwrap().len();
+            tell.send((write, loan, ready)).unwrap();
+            stream
+        });
+        let answer = told.recv_timeout(PATIENCE);
+        let late = (ErrorKind::TimedOut, ErrorKind::TimedOut, 0);
+        assert_eq!(answer.expect("a call does not end"), late, "{wait:?}");
+        drop(writer.join().unwrap());
+        drop(guest);
+    }
 }
 
 #[test]

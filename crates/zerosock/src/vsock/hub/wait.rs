@@ -35,8 +35,8 @@ struct WaitProgress {
     timed_out: bool,
     /// Readings of the clock.
     clock_reads: u32,
-    /// Turns that took something in, but nothing for this call.
-    busy_turns: u32,
+    /// Turns that brought nothing for this call.
+    turns: u32,
 }
 
 impl WaitProgress {
@@ -151,12 +151,10 @@ impl Core {
                 return Ok(found);
             }
             // Only now: data that arrived before the failure was offered to the attempt.
-            if turned? {
-                // A peer can send without end to other sockets than this call's.
-                progress.busy_turns = progress.busy_turns.wrapping_add(1);
-                if !progress.busy_turns.is_multiple_of(MAX_SKIPPED_TURNS) {
-                    continue;
-                }
+            let is_busy = turned?;
+            // A peer can keep the backend busy without end, for other sockets than this call's.
+            progress.turns = progress.turns.wrapping_add(1);
+            if progress.turns.is_multiple_of(MAX_SKIPPED_TURNS) {
                 if self.state.is_contended() {
                     locked.yield_lock();
                 }
@@ -171,6 +169,8 @@ impl Core {
                     continue;
                 }
                 progress.timed_out = true;
+            } else if is_busy {
+                continue;
             }
             if progress.timed_out {
                 return Err(WaitFault::TimedOut);

@@ -31,6 +31,22 @@ pub(crate) trait SendAccess: TableAccess {
     /// Calls `act` with a half; the next flush shows the changes to its peer. `None`: it has gone.
     fn with_half<T>(&mut self, half: u32, act: impl FnOnce(&mut Self::Half<'_>) -> T) -> Option<T>;
 
+    /// As [`with_half`](Self::with_half), for an `act` that sends. If it fails, publishes what there is: the caller
+    /// may wait for the peer next, and [`pending`](super::backend::Backend::pending) is to show only what the peer
+    /// does.
+    #[inline]
+    fn send_with<T>(
+        &mut self,
+        half: u32,
+        act: impl FnOnce(&mut Self::Half<'_>) -> Result<T, SendFault>,
+    ) -> Result<T, SendFault> {
+        let done = self.with_half(half, act).unwrap_or(Err(SendFault::Reset));
+        if done.is_err() {
+            self.flush_sent();
+        }
+        done
+    }
+
     /// As [`with_half`](Self::with_half), for an `act` that changes nothing that the peer could see.
     fn look_at_half<T>(
         &mut self,
@@ -145,15 +161,15 @@ impl<A: SendAccess> SendingCalls for A {
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
         let (half, flow) = self.sender(id)?;
         let mut has_sent = false;
-        let loan = self.with_half(half, |half| {
+        let loan = self.send_with(half, |half| {
             has_sent = half.send_before_loan(flow);
             half.lend(id, flow, max)
-        });
+        })?;
         if has_sent {
             // At once: the program may keep the loan.
             self.flush_sent();
         }
-        loan.ok_or(SendFault::Reset)?
+        Ok(loan)
     }
 
     #[inline]
@@ -204,8 +220,7 @@ impl<A: SendAccess> SendingCalls for A {
 
     fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {
         let (half, flow) = self.sender(id)?;
-        self.with_half(half, |half| half.lend_message(id, flow, len))
-            .ok_or(SendFault::Reset)?
+        self.send_with(half, |half| half.lend_message(id, flow, len))
     }
 
     fn send_message_loan(
@@ -259,8 +274,7 @@ fn write_part<A: SendAccess>(
     bytes: &[u8],
     publish: Publish,
 ) -> Result<usize, SendFault> {
-    let sent = of.with_half(half, |half| half.write(id, flow, bytes));
-    let sent = sent.ok_or(SendFault::Reset)??;
+    let sent = of.send_with(half, |half| half.write(id, flow, bytes))?;
     if publish == Publish::Now {
         of.flush_sent();
     }
@@ -277,10 +291,9 @@ fn send_parts<A: SendAccess>(
     slices: &[IoSlice<'_>],
     ends_record: bool,
 ) -> Result<bool, SendFault> {
-    let all = of.with_half(half, |half| {
+    let all = of.send_with(half, |half| {
         half.send_message(id, flow, slices, ends_record)
-    });
-    let all = all.ok_or(SendFault::Reset)??;
+    })?;
     of.flush_sent();
     Ok(all)
 }

@@ -236,7 +236,7 @@ impl GuestBridges<'_, '_> {
                 .outbox
                 .send(device, SiblingMessage::Copied { to, bytes });
         }
-        self.device.bridges_with(self.cx).send_message_lengths(key);
+        self.send_message_lengths(key);
         self.update_bridge(key);
     }
 

@@ -9,7 +9,6 @@
 //! - A program is in one list, or its attempt is under way, until it is connected or refused.
 //! - A program that waits has no bridge, and its socket is not in the poller.
 
-use crate::device::guest_bridges::GuestBridges;
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -20,6 +19,7 @@ use super::state::bridge::BridgePeer;
 use super::state::guest_backlogs::{GuestBacklog, GuestConnect};
 use super::state::host::Caller;
 use super::state::timers::Timer;
+use crate::device::guest_bridges::GuestBridges;
 use crate::stats::RefusalCause;
 
 /// The first pause.
@@ -168,9 +168,7 @@ impl GuestBridges<'_, '_> {
                 return;
             };
             if is_late {
-                self.device
-                    .bridges_with(self.cx)
-                    .give_up_guest_connect(caller);
+                self.give_up_guest_connect(caller);
                 continue;
             }
             self.cx.shared.counters.connect_retries.add(1);

@@ -135,7 +135,7 @@ impl GuestBridges<'_, '_> {
                     bridge.flags.remove(Flags::WRITABLE);
                     bridge.flags.insert(Flags::NO_MEMORY);
                 }
-                Sent::TooLong => return self.device.bridges_with(self.cx).too_long(key, len),
+                Sent::TooLong => return self.too_long(key, len),
                 Sent::Gone => {
                     bytes += bridge.outbound.len();
                     if let Some(messages) = &mut bridge.messages {
@@ -239,7 +239,7 @@ impl GuestBridges<'_, '_> {
                 Err(_) => Err(ReserveError::TooLong),
             };
             match reserved {
-                Ok(room) => match self.fill_message(key, room, len) {
+                Ok(reservation) => match self.fill_message(key, reservation, len) {
                     Fill::More => {}
                     fill => return fill,
                 },
@@ -251,7 +251,7 @@ impl GuestBridges<'_, '_> {
                     }
                 }
                 Err(ReserveError::TooLong) => {
-                    self.device.bridges_with(self.cx).too_long(key, len);
+                    self.too_long(key, len);
                     return Fill::Idle;
                 }
                 // No credit; or the guest has stopped receiving, which an event reports.
@@ -265,16 +265,16 @@ impl GuestBridges<'_, '_> {
     }
 
     /// Receives the next message of `len` bytes into buffers of the guest.
-    fn fill_message(&mut self, key: u32, mut room: MessageReservation, len: usize) -> Fill {
+    fn fill_message(&mut self, key: u32, mut reservation: MessageReservation, len: usize) -> Fill {
         let (Some(rx), Some(bridge)) = (
             self.device.queues.rings.rx.as_mut(),
             self.device.bridges.get_mut(key),
         ) else {
-            self.device.shard.cancel_message(room);
+            self.device.shard.cancel_message(reservation);
             return Fill::Idle;
         };
         let BridgePeer::Socket { socket, .. } = &bridge.peer else {
-            self.device.shard.cancel_message(room);
+            self.device.shard.cancel_message(reservation);
             return Fill::Idle;
         };
         let mut chains = ArrayVec::<Chain, PIECES>::new();
@@ -287,7 +287,7 @@ impl GuestBridges<'_, '_> {
             chains.push(chain);
         }
         if chains.is_empty() {
-            self.device.shard.cancel_message(room);
+            self.device.shard.cancel_message(reservation);
             return Fill::Starved;
         }
         let memory = rx.queue.memory();
@@ -298,14 +298,14 @@ impl GuestBridges<'_, '_> {
             reached += memory.slices(chain.writable(), HEADER_LEN, want, &mut slices);
         }
         if reached < len {
-            return self.fill_by_copy(key, room, len, chains);
+            return self.fill_by_copy(key, reservation, len, chains);
         }
         let received = socket.recv_packet(&slices);
         if !received.as_ref().is_ok_and(|got| got.bytes == len) {
             while let Some(chain) = chains.pop() {
                 rx.queue.unpop(chain);
             }
-            self.device.shard.cancel_message(room);
+            self.device.shard.cancel_message(reservation);
             let vanished =
                 |error: &std::io::Error| Errno::from_io_error(error) == Some(Errno::FAULT);
             return match received {
@@ -318,7 +318,7 @@ impl GuestBridges<'_, '_> {
         if let Some(forwarded) = &mut bridge.forwarded {
             forwarded.received(len);
         }
-        let done = self.fill_chains(&mut room, chains, len, |_, _| {});
+        let done = self.fill_chains(&mut reservation, chains, len, |_, _| {});
         debug_assert_eq!(done, len, "there were buffers for all of it");
         self.cx.shared.counters.in_place_bytes.add(len as u64);
         Fill::More
@@ -329,7 +329,7 @@ impl GuestBridges<'_, '_> {
     fn fill_by_copy(
         &mut self,
         key: u32,
-        mut room: MessageReservation,
+        mut reservation: MessageReservation,
         len: usize,
         mut chains: ArrayVec<Chain, PIECES>,
     ) -> Fill {
@@ -339,7 +339,7 @@ impl GuestBridges<'_, '_> {
                     rx.queue.unpop(chain);
                 }
             }
-            self.device.shard.cancel_message(room);
+            self.device.shard.cancel_message(reservation);
             self.end_for_want_of_memory(key);
             return Fill::Idle;
         };
@@ -354,7 +354,7 @@ impl GuestBridges<'_, '_> {
                     rx.queue.unpop(chain);
                 }
             }
-            self.device.shard.cancel_message(room);
+            self.device.shard.cancel_message(reservation);
             return Fill::More;
         }
         self.cx.shared.counters.copied_bytes.add(len as u64);
@@ -368,9 +368,9 @@ impl GuestBridges<'_, '_> {
             let bytes = bytes.get(at..at + part).unwrap_or_default();
             memory.write(chain.writable(), HEADER_LEN, bytes);
         };
-        let done = self.fill_chains(&mut room, chains, len, write);
+        let done = self.fill_chains(&mut reservation, chains, len, write);
         if done < len {
-            let rest = Outgoing::resumed(room, bytes, done);
+            let rest = Outgoing::resumed(reservation, bytes, done);
             self.device.half(self.cx).keep_outgoing(rest);
         }
         Fill::More
@@ -380,7 +380,7 @@ impl GuestBridges<'_, '_> {
     /// the bytes sent.
     fn fill_chains(
         &mut self,
-        room: &mut MessageReservation,
+        reservation: &mut MessageReservation,
         chains: ArrayVec<Chain, PIECES>,
         len: usize,
         put: impl Fn(&Memory, (&Chain, usize, usize)),
@@ -396,7 +396,7 @@ impl GuestBridges<'_, '_> {
             match self
                 .device
                 .shard
-                .commit_part(room, part as u32, end(len - done, false))
+                .commit_part(reservation, part as u32, end(len - done, false))
             {
                 Ok(header) => {
                     emit(rx, chain, &header, part);

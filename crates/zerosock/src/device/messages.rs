@@ -112,10 +112,7 @@ impl GuestBridges<'_, '_> {
         // As many as the guest has sent before the sibling took the bytes.
         let count = messages.outbound.len();
         if self.cx.outbox.try_reserve(device, count).is_err() {
-            return self
-                .device
-                .bridges_with(self.cx)
-                .end_for_want_of_memory(key);
+            return self.end_for_want_of_memory(key);
         }
         for (len, ends) in messages.outbound.drain(..) {
             self.cx
@@ -130,7 +127,7 @@ impl GuestBridges<'_, '_> {
         self.device.warn(&format!(
             "connection reset: a message of {len} bytes is longer than its receiver can take"
         ));
-        self.device.bridges_with(self.cx).reset_bridge(key);
+        self.reset_bridge(key);
     }
 
     /// The last `len` bytes from the sibling form a message.
@@ -182,11 +179,15 @@ impl GuestBridges<'_, '_> {
                     break;
                 };
                 match self.device.shard.reserve_message(flow, left) {
-                    Ok(room) => messages.sending = Some(Sending { room, left, ends }),
+                    Ok(reservation) => {
+                        messages.sending = Some(Sending {
+                            reservation,
+                            left,
+                            ends,
+                        })
+                    }
                     Err(ReserveError::TooLong) => {
-                        self.device
-                            .bridges_with(self.cx)
-                            .too_long(key, left as usize);
+                        self.too_long(key, left as usize);
                         return Fill::Idle;
                     }
                     // The guest has stopped receiving, which an event reports.
@@ -221,7 +222,7 @@ impl GuestBridges<'_, '_> {
             match self
                 .device
                 .shard
-                .commit_part(&mut sending.room, len as u32, last)
+                .commit_part(&mut sending.reservation, len as u32, last)
             {
                 Ok(header) => {
                     emit(rx, chain, &header, len);

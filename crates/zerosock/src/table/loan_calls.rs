@@ -237,7 +237,7 @@ pub(crate) trait LoanCalls: SendCalls {
         program.sockets.end_loan(index);
         match loan.credit {
             Credit::Packet(reservation) => self.shard().cancel(reservation),
-            Credit::Message(room) => self.shard().cancel_message(room),
+            Credit::Message(reservation) => self.shard().cancel_message(reservation),
             Credit::None => {}
         }
         let Some(lent) = loan.lent else { return };

@@ -40,7 +40,7 @@ pub(crate) trait MessageLoanCalls: LoanCalls {
         // The message needs a buffer for its first part.
         let mut buffer = self.next_buffer(id, len)?;
         let mut credit = match self.shard().reserve_message(flow, total) {
-            Ok(room) => Credit::Message(room),
+            Ok(reservation) => Credit::Message(reservation),
             Err(error) => {
                 self.put_back(buffer);
                 return Err(error.into());
@@ -52,8 +52,8 @@ pub(crate) trait MessageLoanCalls: LoanCalls {
             let program = self.parts().program;
             let Some(index) = program.and_then(|program| program.sockets.begin_loan()) else {
                 self.put_back(buffer);
-                if let Credit::Message(room) = credit {
-                    self.shard().cancel_message(room);
+                if let Credit::Message(reservation) = credit {
+                    self.shard().cancel_message(reservation);
                     return Err(SendFault::TooManyLoans);
                 }
                 break;
@@ -118,17 +118,17 @@ pub(crate) trait MessageLoanCalls: LoanCalls {
     ) -> Result<bool, SendFault> {
         let head = parts.first().map_or(NONE, |part| part.index);
         let credit = self.credit_mut(head).ok_or(SendFault::Unknown)?;
-        let mut room = match replace(credit, Credit::None) {
-            Credit::Message(room) => room,
+        let mut reservation = match replace(credit, Credit::None) {
+            Credit::Message(reservation) => reservation,
             other => {
                 *credit = other;
                 return Err(SendFault::Unknown);
             }
         };
-        let sent = self.send_parts(id, &mut room, parts, ends_record);
+        let sent = self.send_parts(id, &mut reservation, parts, ends_record);
         if sent == Err(SendFault::WouldBlock) {
             if let Some(credit) = self.credit_mut(head) {
-                *credit = Credit::Message(room);
+                *credit = Credit::Message(reservation);
             }
             return Err(SendFault::WouldBlock);
         }
@@ -142,13 +142,13 @@ pub(crate) trait MessageLoanCalls: LoanCalls {
         sent?;
         let Ok(rest) = rest else {
             // The message was begun and cannot be completed.
-            self.reset_after_loss(room.flow());
+            self.reset_after_loss(reservation.flow());
             return Err(SendFault::Reset);
         };
         let all = rest.is_empty();
         if !all {
             self.count_copied(rest.len());
-            self.keep_outgoing(Outgoing::new(room, rest, ends_record));
+            self.keep_outgoing(Outgoing::new(reservation, rest, ends_record));
         }
         Ok(all)
     }
@@ -164,7 +164,7 @@ pub(crate) trait MessageLoanCalls: LoanCalls {
     fn send_parts(
         &mut self,
         id: StreamId,
-        room: &mut MessageReservation,
+        reservation: &mut MessageReservation,
         parts: &[LoanedPart<'_>],
         ends_record: bool,
     ) -> Result<(usize, usize), SendFault> {
@@ -191,7 +191,7 @@ pub(crate) trait MessageLoanCalls: LoanCalls {
                 return Err(SendFault::Reset);
             }
             let last = end(left - len, ends_record);
-            let header = match self.shard().commit_part(room, len as u32, last) {
+            let header = match self.shard().commit_part(reservation, len as u32, last) {
                 Ok(header) => header,
                 Err(error) => {
                     if let Some(buffer) = copy_into {

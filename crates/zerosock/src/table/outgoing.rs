@@ -76,7 +76,7 @@ impl<'a> Slices<'a> {
 /// The unsent rest of a message. See the module documentation.
 #[derive(Debug)]
 pub(crate) struct Outgoing {
-    pub(crate) room: MessageReservation,
+    pub(crate) reservation: MessageReservation,
     bytes: Vec<u8>,
     /// Bytes of `bytes` already sent.
     at: usize,
@@ -84,21 +84,25 @@ pub(crate) struct Outgoing {
 }
 
 impl Outgoing {
-    /// The rest of a message in `slices`, sent with the credit `room`.
+    /// The rest of a message in `slices`, sent with the credit of `reservation`.
     pub(crate) fn from_slices(
-        room: MessageReservation,
+        reservation: MessageReservation,
         mut slices: Slices<'_>,
         ends_record: bool,
     ) -> Outgoing {
         let mut bytes = Vec::with_capacity(slices.left());
         slices.take(slices.left(), |_, part| bytes.extend_from_slice(part));
-        Outgoing::new(room, bytes, ends_record)
+        Outgoing::new(reservation, bytes, ends_record)
     }
 
-    /// A message of `bytes`, sent with the credit `room`.
-    pub(crate) fn new(room: MessageReservation, bytes: Vec<u8>, ends_record: bool) -> Outgoing {
+    /// A message of `bytes`, sent with the credit of `reservation`.
+    pub(crate) fn new(
+        reservation: MessageReservation,
+        bytes: Vec<u8>,
+        ends_record: bool,
+    ) -> Outgoing {
         Outgoing {
-            room,
+            reservation,
             bytes,
             at: 0,
             ends_record,
@@ -106,9 +110,9 @@ impl Outgoing {
     }
 
     /// A message of which `at` bytes were sent.
-    pub(crate) fn resumed(room: MessageReservation, bytes: Vec<u8>, at: usize) -> Outgoing {
+    pub(crate) fn resumed(reservation: MessageReservation, bytes: Vec<u8>, at: usize) -> Outgoing {
         Outgoing {
-            room,
+            reservation,
             bytes,
             at,
             ends_record: false,
@@ -133,7 +137,7 @@ impl Outgoing {
 
 /// Whether the rest of a message of this flow is kept.
 pub(crate) fn is_kept(outgoing: &VecDeque<Outgoing>, flow: FlowId) -> bool {
-    outgoing.iter().any(|kept| kept.room.flow() == flow)
+    outgoing.iter().any(|kept| kept.reservation.flow() == flow)
 }
 
 /// The header flags of a message that one packet has.

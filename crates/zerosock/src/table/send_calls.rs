@@ -9,7 +9,7 @@
 
 use std::io::IoSlice;
 
-use zerosock_proto::vsock::{CommitError, FlowId, ReserveError, SMALL_PACKET};
+use zerosock_proto::vsock::{FlowId, ReserveError, SMALL_PACKET};
 use zerosock_proto::wire::vsock::Repr;
 use zerosock_ring::GuestSlice;
 
@@ -17,30 +17,6 @@ use super::outgoing::{Outgoing, Slices, end};
 use super::send_half::SendHalf;
 use super::sockets::StreamId;
 use super::transfers::SendFault;
-
-impl From<ReserveError> for SendFault {
-    fn from(error: ReserveError) -> SendFault {
-        match error {
-            ReserveError::NoCredit | ReserveError::ShouldCoalesce => SendFault::WouldBlock,
-            ReserveError::NotConnected => SendFault::NotConnected,
-            ReserveError::Shutdown | ReserveError::PeerShutdown => SendFault::ShutDown,
-            ReserveError::TooLong => SendFault::TooLong,
-            ReserveError::Stale | ReserveError::Empty | ReserveError::SocketType => {
-                SendFault::Reset
-            }
-        }
-    }
-}
-
-impl From<CommitError> for SendFault {
-    fn from(error: CommitError) -> SendFault {
-        match error {
-            CommitError::Interleaved | CommitError::ManyEmpty => SendFault::WouldBlock,
-            CommitError::Shutdown | CommitError::PeerShutdown => SendFault::ShutDown,
-            _ => SendFault::Reset,
-        }
-    }
-}
 
 /// A packet that is to be sent if all of it can be sent at once.
 #[derive(Copy, Clone)]
@@ -274,8 +250,8 @@ pub(crate) trait SendCalls: SendHalf {
         let total = u32::try_from(slices.left()).map_err(|_| SendFault::TooLong)?;
         // A message starts only if there is a buffer for its first part.
         let mut buffer = self.next_buffer(id, slices.left())?;
-        let mut room = match self.shard().reserve_message(flow, total) {
-            Ok(room) => room,
+        let mut reservation = match self.shard().reserve_message(flow, total) {
+            Ok(reservation) => reservation,
             Err(error) => {
                 self.put_back(buffer);
                 return Err(error.into());
@@ -286,7 +262,7 @@ pub(crate) trait SendCalls: SendHalf {
             let len = slices.left().min(self.room(&buffer));
             slices.take(len, |at, bytes| self.fill(&buffer, at, bytes));
             let last = end(slices.left(), ends_record);
-            match self.shard().commit_part(&mut room, len as u32, last) {
+            match self.shard().commit_part(&mut reservation, len as u32, last) {
                 Ok(header) => self.transmit(buffer, &header),
                 // Cannot happen: nothing ran since the credit was reserved.
                 Err(_) => {
@@ -300,7 +276,7 @@ pub(crate) trait SendCalls: SendHalf {
             match self.take_buffer(slices.left()) {
                 Some(next) => buffer = next,
                 None => {
-                    self.keep_outgoing(Outgoing::from_slices(room, slices, ends_record));
+                    self.keep_outgoing(Outgoing::from_slices(reservation, slices, ends_record));
                     return Ok(false);
                 }
             }
@@ -325,12 +301,15 @@ pub(crate) trait SendCalls: SendHalf {
             let len = kept.left().len().min(self.room(&buffer));
             self.fill(&buffer, 0, kept.left().get(..len).unwrap_or(&[]));
             let last = kept.end(len);
-            match self.shard().commit_part(&mut kept.room, len as u32, last) {
+            match self
+                .shard()
+                .commit_part(&mut kept.reservation, len as u32, last)
+            {
                 Ok(header) => self.emit(buffer, &header),
                 // The connection has ended or the peer receives no more: the rest is not needed.
                 Err(_) => {
                     self.discard(buffer);
-                    self.wake_sender(kept.room.flow());
+                    self.wake_sender(kept.reservation.flow());
                     continue;
                 }
             }
@@ -338,13 +317,13 @@ pub(crate) trait SendCalls: SendHalf {
             self.count_kept(len);
             let parts = self.parts();
             // A flow of a host socket has no connection of the program.
-            if parts.flows.get(kept.room.flow()).is_some()
+            if parts.flows.get(kept.reservation.flow()).is_some()
                 && let Some(program) = parts.program
             {
                 program.tally.count_sent(len as u32);
             }
             match last {
-                Some(_) => self.wake_sender(kept.room.flow()),
+                Some(_) => self.wake_sender(kept.reservation.flow()),
                 None => parts.outgoing.push_front(kept),
             }
         }

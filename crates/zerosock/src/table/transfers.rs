@@ -1,5 +1,6 @@
 //! What calls that send and receive exchange with a backend.
 
+use zerosock_proto::vsock::{CommitError, ReserveError};
 use zerosock_ring::GuestSlice;
 
 use super::places::BufferPlace;
@@ -44,6 +45,30 @@ pub enum SendFault {
     /// No such connection or loan.
     #[error("no such connection")]
     Unknown,
+}
+
+impl From<ReserveError> for SendFault {
+    fn from(error: ReserveError) -> SendFault {
+        match error {
+            ReserveError::NoCredit | ReserveError::ShouldCoalesce => SendFault::WouldBlock,
+            ReserveError::NotConnected => SendFault::NotConnected,
+            ReserveError::Shutdown | ReserveError::PeerShutdown => SendFault::ShutDown,
+            ReserveError::TooLong => SendFault::TooLong,
+            ReserveError::Stale | ReserveError::Empty | ReserveError::SocketType => {
+                SendFault::Reset
+            }
+        }
+    }
+}
+
+impl From<CommitError> for SendFault {
+    fn from(error: CommitError) -> SendFault {
+        match error {
+            CommitError::Interleaved | CommitError::ManyEmpty => SendFault::WouldBlock,
+            CommitError::Shutdown | CommitError::PeerShutdown => SendFault::ShutDown,
+            _ => SendFault::Reset,
+        }
+    }
 }
 
 /// When the peer can see what a call has sent.

@@ -22,7 +22,7 @@ pub(crate) struct Messages {
 /// A message of which a part was sent.
 #[derive(Debug)]
 pub(in crate::device) struct Sending {
-    pub(in crate::device) room: MessageReservation,
+    pub(in crate::device) reservation: MessageReservation,
     pub(in crate::device) left: u32,
     pub(in crate::device) ends: MessageEnd,
 }

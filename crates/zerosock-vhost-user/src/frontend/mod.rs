@@ -376,8 +376,10 @@ impl Frontend {
     /// Sends bytes and descriptors as they are, and waits for no reply. For tests of malformed
     /// messages.
     pub fn send_raw(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), FrontendError> {
-        let no_request = 0;
-        self.send_bytes(no_request, bytes, fds)
+        let request = bytes
+            .first_chunk()
+            .map_or(0, |number| u32::from_ne_bytes(*number));
+        self.send_bytes(request, bytes, fds)
     }
 
     /// Whether the device has closed the connection. Does not block.

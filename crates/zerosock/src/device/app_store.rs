@@ -5,13 +5,13 @@
 //! - Before a queue stops or its memory is replaced, the program holds no chain of it.
 //! - A token of an earlier epoch is ignored.
 
-use crate::device::half::DeviceHalf;
 use std::sync::Arc;
 
 use zerosock_ring::Memory;
 
 use super::state::program::{App, HostToken};
 use super::{Context, Device};
+use crate::device::half::DeviceHalf;
 use crate::device::state::app::{AppState, NONE, QueueStore};
 use zerosock_virtio::ring::Ring;
 

@@ -10,7 +10,6 @@
 //! connect is therefore retried after a pause that doubles. All connections to a port wait in the
 //! order of their deadlines, and only the first of them is tried.
 
-use crate::device::guest_bridges::GuestBridges;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -19,6 +18,7 @@ use zerosock_proto::vsock::FlowId;
 
 use super::state::bridge::BridgePeer;
 use super::state::timers::Timer;
+use crate::device::guest_bridges::GuestBridges;
 use crate::device::host_sockets::{HostPort, Refusal};
 use crate::device::state::backlogs::Backlog;
 use crate::stats::RefusalCause;

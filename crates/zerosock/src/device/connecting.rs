@@ -1,6 +1,5 @@
 //! Connects of the guest to host sockets, and the events of these sockets.
 
-use crate::device::guest_bridges::GuestBridges;
 use std::sync::Arc;
 
 use rustix::net::SocketType as SocketKind;
@@ -16,6 +15,7 @@ use super::state::bridge_state::BridgeEvent;
 use super::state::flags::Flags;
 use super::state::timers::Timer;
 use super::virtio::BRIDGE;
+use crate::device::guest_bridges::GuestBridges;
 use crate::device::host_sockets::{Attempt, HostPort, HostSocket, Refusal, forward};
 use crate::device::state::host::HostAccess;
 use crate::stats::RefusalCause;

@@ -10,7 +10,6 @@
 //!   connect time-out.
 //! - A reset of either side resets the other; an end of stream shuts down the other in one direction.
 
-use crate::device::guest_bridges::GuestBridges;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -33,6 +32,7 @@ use super::state::host::{Caller, Client};
 use super::state::sibling_message::{Dialed, SiblingMessage};
 use super::state::timers::Timer;
 use super::{Context, Device, WorkerMessage};
+use crate::device::guest_bridges::GuestBridges;
 use crate::device::host_sockets::hybrid;
 use crate::device::host_sockets::{Attempt, HostSocket, Refusal, network};
 use crate::routing::forward::{ActiveRule, Admitted};

@@ -13,7 +13,6 @@
 //! header and is completed. When it is dropped, its chain is un-popped, or, if later chains were
 //! popped since, completed with no bytes, after which the driver posts it again.
 
-use crate::device::half::DeviceHalf;
 use std::sync::Arc;
 
 use zerosock_proto::Address;
@@ -24,6 +23,7 @@ use zerosock_ring::Memory;
 
 use super::datagrams::NotPut;
 use super::{Context, Device};
+use crate::device::half::DeviceHalf;
 use crate::fallible;
 use crate::table::datagrams::DatagramFault;
 use crate::table::loan_calls::LoanCalls;

@@ -1,6 +1,5 @@
 //! The listening sockets of a device on the host.
 
-use crate::device::guest_bridges::GuestBridges;
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -11,6 +10,7 @@ use zerosock_virtio::poller::Interest;
 use super::state::timers::Timer;
 use super::virtio::LISTENER;
 use super::{Context, Device};
+use crate::device::guest_bridges::GuestBridges;
 use crate::device::host_sockets::HostSocket;
 use crate::device::state::host::Caller;
 use crate::stats::RefusalCause;

@@ -12,7 +12,6 @@
 //! `flush` makes the sends. `state::zero_copy` decides when, and keeps the chains that they have used up.
 //! The kernel reports sends in the error queue of the socket, which an EPOLLERR announces.
 
-use crate::device::guest_bridges::GuestBridges;
 use std::time::Duration;
 
 use zerosock_proto::Instant;
@@ -27,6 +26,7 @@ use super::state::bridge::{Bridge, BridgePeer};
 use super::state::forwarded::Forwarded;
 use super::state::timers::Timer;
 use super::state::zero_copy::ZeroCopySends;
+use crate::device::guest_bridges::GuestBridges;
 
 /// How long a command of the VMM waits for sends in flight: ten times as long as a target may take while its
 /// sends are not copied.

@@ -13,7 +13,6 @@
 //! is full, a few copies wait. An answer is received into posted buffers by one `recvmsg` once there are
 //! enough of them; by way of a copy if they are too many pieces.
 
-use crate::device::datagrams::GuestDatagrams;
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -26,6 +25,7 @@ use zerosock_ring::{Chain, Memory, SliceBuf};
 use zerosock_virtio::poller::{Interest, Readiness};
 
 use super::put::{DatagramPayload, NotPut};
+use crate::device::datagrams::GuestDatagrams;
 use crate::device::forwarded::{DialedFor, request_by};
 use crate::device::host_sockets::hybrid::{self, Ahead};
 use crate::device::host_sockets::{Attempt, HostSocket, Refusal};

@@ -4,7 +4,6 @@
 //! - A datagram is written completely or not at all.
 //! - Its fragments are contiguous in the queue.
 
-use crate::device::datagrams::GuestDatagrams;
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -13,6 +12,7 @@ use zerosock_proto::vsock::datagram::data;
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 use zerosock_ring::{Chain, Memory, SliceBuf};
 
+use crate::device::datagrams::GuestDatagrams;
 use crate::device::events::emit;
 use crate::device::host_sockets::HostSocket;
 use crate::device::state::program::App;

@@ -1,7 +1,8 @@
 //! Whether connections of a rule send without a copy.
 
-use super::parse_error::ParseRuleError;
 use std::str::FromStr;
+
+use super::parse_error::ParseRuleError;
 
 /// When bytes go from the memory of a guest or process to a TCP socket without a copy of the kernel
 /// (MSG_ZEROCOPY). Until the peer has acknowledged them, the sender's buffers stay in use.

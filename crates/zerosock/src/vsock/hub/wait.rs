@@ -21,8 +21,9 @@ use zerosock_virtio::poller::wait_for_event;
 
 /// Checks of the backend between two readings of the clock, while spinning.
 const CHECKS_PER_CLOCK: u32 = 64;
-/// Most consecutive calls that are served without a turn of the backend, and turns without a check
-/// of the deadline.
+/// Turns between two readings of the clock.
+const TURNS_PER_CLOCK: u32 = 64;
+/// Most consecutive calls that are served without a turn of the backend.
 const MAX_SKIPPED_TURNS: u32 = 64;
 
 /// The progress of one wait.
@@ -152,9 +153,9 @@ impl Core {
             }
             // Only now: data that arrived before the failure was offered to the attempt.
             let is_busy = turned?;
-            // A peer can keep the backend busy without end, for other sockets than this call's.
             progress.turns = progress.turns.wrapping_add(1);
-            if progress.turns.is_multiple_of(MAX_SKIPPED_TURNS) {
+            if progress.turns.is_multiple_of(TURNS_PER_CLOCK) {
+                // A peer can give the backend work without end, for other sockets than this call's.
                 if self.state.is_contended() {
                     locked.yield_lock();
                 }

@@ -147,9 +147,10 @@ impl Device {
         let header = forwarded.header();
         if bridge.messages.is_some() {
             match self.shard.reserve_message(flow, header.len() as u32) {
-                Ok(room) => {
+                Ok(reservation) => {
                     let header = std::mem::take(header);
-                    self.outgoing.push_back(Outgoing::new(room, header, false));
+                    let header = Outgoing::new(reservation, header, false);
+                    self.outgoing.push_back(header);
                     self.half(cx).send_outgoing();
                     return Fill::More;
                 }

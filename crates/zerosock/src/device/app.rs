@@ -23,6 +23,7 @@ use super::events::RESET;
 use super::state::program::{App, HostToken};
 use super::{Context, Device};
 use crate::stats::RefusalCause;
+use crate::table::send_half::SendHalf;
 use crate::table::sockets::{Arrival, HeldBuffer, MessageEnd, StreamId, StreamState};
 use zerosock_virtio::ring::Ring;
 
@@ -331,11 +332,17 @@ impl DeviceHalf<'_, '_> {
         }
     }
 
+    /// Whether an attempt to send control packets can succeed. It reads the clock, after which the device has a turn: a
+    /// caller that waits for buffers and tries again would have no rest.
+    pub(super) fn may_send_control(&mut self) -> bool {
+        !self.device.starved || self.has_buffer()
+    }
+
     /// Publishes what the program has sent or returned; the caller has sent flow control. Returns true if a
     /// timer may have changed or work is left.
     #[inline]
     pub(crate) fn flush(&mut self) -> bool {
-        let control = self.device.shard.has_transmit();
+        let control = self.device.shard.has_transmit() && self.may_send_control();
         if control {
             self.device.transmit_control(self.cx);
         }

@@ -67,7 +67,9 @@ impl SendHalf for DeviceHalf<'_, '_> {
     }
 
     fn send_control(&mut self) {
-        self.device.transmit_control(self.cx);
+        if self.may_send_control() {
+            self.device.transmit_control(self.cx);
+        }
     }
 
     #[inline]

@@ -445,7 +445,8 @@ impl<D: WorkerDevice> Worker<D> {
         known
     }
 
-    fn note_deadline(&mut self, number: u32) {
+    /// Notes when the device wants its next turn, after a call that may have changed this outside of a turn.
+    pub fn note_deadline(&mut self, number: u32) {
         let Some(slot) = self.devices.0.get_mut(number) else {
             return;
         };

@@ -41,11 +41,12 @@ impl HostBackend {
         Ok((from, vm))
     }
 
-    /// Registers a socket that found no buffer, to be notified when there is one.
+    /// Registers a socket that found no buffer, to be notified when there is one. Leaves nothing that looks like
+    /// work: the caller may sleep next.
     #[cold]
     fn wait_for_datagram_room(&mut self, id: DatagramId, vm: u32) -> DatagramFault {
-        // The device may have a timer, which its turn registers.
-        self.worker.activate(vm);
+        self.worker.note_deadline(vm);
+        self.flush_sent();
         if let Some(app) = self.worker.shared.app.as_deref_mut() {
             app.inboxes.table.wait_for_buffer(id);
         }

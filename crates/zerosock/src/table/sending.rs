@@ -39,9 +39,9 @@ pub(crate) trait SendAccess: TableAccess {
         &mut self,
         half: u32,
         act: impl FnOnce(&mut Self::Half<'_>) -> Result<T, SendFault>,
-    ) -> Result<T, SendFault> {
-        let done = self.with_half(half, act).unwrap_or(Err(SendFault::Reset));
-        if done.is_err() {
+    ) -> Option<Result<T, SendFault>> {
+        let done = self.with_half(half, act);
+        if let Some(Err(_)) = done {
             self.flush_sent();
         }
         done
@@ -164,12 +164,12 @@ impl<A: SendAccess> SendingCalls for A {
         let loan = self.send_with(half, |half| {
             has_sent = half.send_before_loan(flow);
             half.lend(id, flow, max)
-        })?;
+        });
         if has_sent {
             // At once: the program may keep the loan.
             self.flush_sent();
         }
-        Ok(loan)
+        loan.ok_or(SendFault::Reset)?
     }
 
     #[inline]
@@ -184,7 +184,7 @@ impl<A: SendAccess> SendingCalls for A {
         };
         let fault = match self.sender(id) {
             Ok((_, flow)) => {
-                match self.with_half(half, |half| half.send_loan(index, flow, len, private)) {
+                match self.send_with(half, |half| half.send_loan(index, flow, len, private)) {
                     Some(sent) => return sent,
                     None => SendFault::Reset,
                 }
@@ -221,6 +221,7 @@ impl<A: SendAccess> SendingCalls for A {
     fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {
         let (half, flow) = self.sender(id)?;
         self.send_with(half, |half| half.lend_message(id, flow, len))
+            .ok_or(SendFault::Reset)?
     }
 
     fn send_message_loan(
@@ -234,7 +235,7 @@ impl<A: SendAccess> SendingCalls for A {
             return Err(SendFault::Unknown);
         };
         let sent = self.sender(id).and_then(|_| {
-            let sent = self.with_half(half, |half| half.send_message_loan(id, parts, ends_record));
+            let sent = self.send_with(half, |half| half.send_message_loan(id, parts, ends_record));
             sent.ok_or(SendFault::Reset)
         });
         sent.unwrap_or_else(|fault| {
@@ -274,7 +275,8 @@ fn write_part<A: SendAccess>(
     bytes: &[u8],
     publish: Publish,
 ) -> Result<usize, SendFault> {
-    let sent = of.send_with(half, |half| half.write(id, flow, bytes))?;
+    let sent = of.send_with(half, |half| half.write(id, flow, bytes));
+    let sent = sent.ok_or(SendFault::Reset)??;
     if publish == Publish::Now {
         of.flush_sent();
     }
@@ -293,7 +295,8 @@ fn send_parts<A: SendAccess>(
 ) -> Result<bool, SendFault> {
     let all = of.send_with(half, |half| {
         half.send_message(id, flow, slices, ends_record)
-    })?;
+    });
+    let all = all.ok_or(SendFault::Reset)??;
     of.flush_sent();
     Ok(all)
 }

@@ -24,6 +24,34 @@ use crate::table::sending::SendAccess;
 use crate::table::sockets::{LeaseParts, NoLease, Shown, Sockets, StreamId};
 use crate::table::transfers::{Payload, Publish, ShowBounds};
 
+impl HostBackend {
+    /// Calls `act` on a device that passes a check; the next flush shows the changes to its guest.
+    /// Activates the device if `act` has read the clock: it may have set timers.
+    #[inline]
+    fn with_half_if<T>(
+        &mut self,
+        vm: u32,
+        check: impl FnOnce(&mut Device) -> bool,
+        act: impl FnOnce(&mut HostHalf<'_>) -> T,
+    ) -> Option<T> {
+        let (device, mut cx) = self.worker.lend_late(vm, self.now);
+        let device = device?;
+        if !check(device) {
+            return None;
+        }
+        // Before the call, because `act` may panic.
+        if !std::mem::replace(&mut device.touched, true) {
+            self.touched.push(vm);
+        }
+        let mut half = device.half(&mut cx);
+        let done = act(&mut half);
+        if half.cx.clock.is_none() {
+            self.worker.activate(vm);
+        }
+        Some(done)
+    }
+}
+
 impl TableAccess for HostBackend {
     type Token = HostToken;
     type Store<'a> = QueueStore<'a>;

@@ -28,11 +28,11 @@ use zerosock_proto::vsock::{ConnectError, FlowId};
 use zerosock_proto::{Address, Instant, Port};
 
 use crate::control::ControlPlane;
+use crate::device::Worker;
 use crate::device::half::DeviceHalf;
 use crate::device::placing::SPARE_PORTS;
 use crate::device::state::app::QueueStore;
 use crate::device::state::program::App;
-use crate::device::{Device, Worker};
 use crate::fault::Fault;
 use crate::table::calls::TableAccess;
 use crate::table::leases::Leases;
@@ -117,32 +117,6 @@ impl HostBackend {
         let app = self.app()?;
         let conn = app.sockets.get(id)?;
         Some((app.device_of(conn.pool)?, conn.flow?))
-    }
-
-    /// Calls `act` on a device that passes a check; the next flush shows the changes to its guest.
-    /// Activates the device if `act` has read the clock: it may have set timers.
-    #[inline]
-    fn with_half_if<T>(
-        &mut self,
-        vm: u32,
-        check: impl FnOnce(&mut Device) -> bool,
-        act: impl FnOnce(&mut HostHalf<'_>) -> T,
-    ) -> Option<T> {
-        let (device, mut cx) = self.worker.lend_late(vm, self.now);
-        let device = device?;
-        if !check(device) {
-            return None;
-        }
-        // Before the call, because `act` may panic.
-        if !std::mem::replace(&mut device.touched, true) {
-            self.touched.push(vm);
-        }
-        let mut half = device.half(&mut cx);
-        let done = act(&mut half);
-        if half.cx.clock.is_none() {
-            self.worker.activate(vm);
-        }
-        Some(done)
     }
 
     /// Activates the devices that have work in their queues. Returns whether there are any.

@@ -49,6 +49,10 @@ impl Backend for HostBackend {
         self.flush_changed();
     }
 
+    fn flush_before_spin(&mut self) {
+        self.flush_changed();
+    }
+
     #[inline]
     fn flush_after_read(&mut self) {
         self.send_flow_control();

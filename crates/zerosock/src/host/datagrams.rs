@@ -41,12 +41,11 @@ impl HostBackend {
         Ok((from, vm))
     }
 
-    /// Registers a socket that found no buffer, to be notified when there is one. Leaves nothing that looks like
-    /// work: the caller may sleep next.
+    /// Registers a socket that found no buffer, to be notified when there is one. Does not give the device a turn:
+    /// the caller may sleep next.
     #[cold]
     fn wait_for_datagram_room(&mut self, id: DatagramId, vm: u32) -> DatagramFault {
         self.worker.note_deadline(vm);
-        self.flush_sent();
         if let Some(app) = self.worker.shared.app.as_deref_mut() {
             app.inboxes.table.wait_for_buffer(id);
         }

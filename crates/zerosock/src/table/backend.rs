@@ -159,6 +159,9 @@ pub trait Backend: ConnectionCalls + SendingCalls + Send {
         self.flush();
     }
 
+    /// Publishes what attempts that failed have changed, if [`pending`](Backend::pending) would take it for work.
+    fn flush_before_spin(&mut self) {}
+
     /// Requests notifications from the peer. Returns true if work arrived meanwhile, for which no
     /// notification may come.
     fn arm(&mut self) -> bool;

@@ -31,22 +31,6 @@ pub(crate) trait SendAccess: TableAccess {
     /// Calls `act` with a half; the next flush shows the changes to its peer. `None`: it has gone.
     fn with_half<T>(&mut self, half: u32, act: impl FnOnce(&mut Self::Half<'_>) -> T) -> Option<T>;
 
-    /// As [`with_half`](Self::with_half), for an `act` that sends. If it fails, publishes what there is: the caller
-    /// may wait for the peer next, and [`pending`](super::backend::Backend::pending) is to show only what the peer
-    /// does.
-    #[inline]
-    fn send_with<T>(
-        &mut self,
-        half: u32,
-        act: impl FnOnce(&mut Self::Half<'_>) -> Result<T, SendFault>,
-    ) -> Option<Result<T, SendFault>> {
-        let done = self.with_half(half, act);
-        if let Some(Err(_)) = done {
-            self.flush_sent();
-        }
-        done
-    }
-
     /// As [`with_half`](Self::with_half), for an `act` that changes nothing that the peer could see.
     fn look_at_half<T>(
         &mut self,
@@ -161,7 +145,7 @@ impl<A: SendAccess> SendingCalls for A {
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
         let (half, flow) = self.sender(id)?;
         let mut has_sent = false;
-        let loan = self.send_with(half, |half| {
+        let loan = self.with_half(half, |half| {
             has_sent = half.send_before_loan(flow);
             half.lend(id, flow, max)
         });
@@ -184,7 +168,7 @@ impl<A: SendAccess> SendingCalls for A {
         };
         let fault = match self.sender(id) {
             Ok((_, flow)) => {
-                match self.send_with(half, |half| half.send_loan(index, flow, len, private)) {
+                match self.with_half(half, |half| half.send_loan(index, flow, len, private)) {
                     Some(sent) => return sent,
                     None => SendFault::Reset,
                 }
@@ -220,7 +204,7 @@ impl<A: SendAccess> SendingCalls for A {
 
     fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {
         let (half, flow) = self.sender(id)?;
-        self.send_with(half, |half| half.lend_message(id, flow, len))
+        self.with_half(half, |half| half.lend_message(id, flow, len))
             .ok_or(SendFault::Reset)?
     }
 
@@ -235,7 +219,7 @@ impl<A: SendAccess> SendingCalls for A {
             return Err(SendFault::Unknown);
         };
         let sent = self.sender(id).and_then(|_| {
-            let sent = self.send_with(half, |half| half.send_message_loan(id, parts, ends_record));
+            let sent = self.with_half(half, |half| half.send_message_loan(id, parts, ends_record));
             sent.ok_or(SendFault::Reset)
         });
         sent.unwrap_or_else(|fault| {
@@ -275,7 +259,7 @@ fn write_part<A: SendAccess>(
     bytes: &[u8],
     publish: Publish,
 ) -> Result<usize, SendFault> {
-    let sent = of.send_with(half, |half| half.write(id, flow, bytes));
+    let sent = of.with_half(half, |half| half.write(id, flow, bytes));
     let sent = sent.ok_or(SendFault::Reset)??;
     if publish == Publish::Now {
         of.flush_sent();
@@ -293,7 +277,7 @@ fn send_parts<A: SendAccess>(
     slices: &[IoSlice<'_>],
     ends_record: bool,
 ) -> Result<bool, SendFault> {
-    let all = of.send_with(half, |half| {
+    let all = of.with_half(half, |half| {
         half.send_message(id, flow, slices, ends_record)
     });
     let all = all.ok_or(SendFault::Reset)??;

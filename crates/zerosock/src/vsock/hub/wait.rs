@@ -137,6 +137,7 @@ impl Core {
             if let Some(wait) = spins.filter(|_| !progress.turn_due) {
                 // Spinning comes first: it is cheaper than a turn. The attempt may find what has
                 // arrived without a turn.
+                locked.backend().flush_before_spin();
                 if !locked.spin(wait, budget.deadline, &mut progress) {
                     self.sleep(held, interest, budget.deadline, &mut progress);
                     continue;

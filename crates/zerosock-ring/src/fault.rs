@@ -9,7 +9,8 @@
 //!   a slot is read under a version counter, so that the reader detects and skips one that is being
 //!   changed.
 //! - The slot of the mapping that faults cannot change meanwhile: the faulting thread borrows the
-//!   memory, so its `Drop`, which alone changes the slot, has not begun.
+//!   memory, or one that consists of extents of it and keeps it, so its `Drop`, which alone changes
+//!   the slot, has not begun.
 
 use core::ptr;
 use core::sync::atomic::{
@@ -230,7 +231,8 @@ fn replace(addr: usize, found: &Found) -> bool {
     let len = found.start + found.len - from;
     // SAFETY: [from, from + len) is a page-aligned part of a mapping that the memory `owner` made
     // and has not unmapped: by the contract of `handle_fault` the calling thread is in the middle
-    // of an access through that memory, so it cannot be dropped before we return. Only raw copies
+    // of an access through that memory or one of its extents, so it cannot be dropped before we
+    // return. Only raw copies
     // and atomics access the addresses, so contents that change to zero are not undefined
     // behaviour; where references access them (see `Trust`), the file cannot shrink.
     unsafe {

@@ -21,7 +21,8 @@
 //!   lost ([`Memory::is_lost`]). Other memories are unaffected.
 //!
 //! # Ownership
-//! A [`Memory`] never changes: a new memory table is a new `Memory`. Queues hold an `Arc` of the
+//! A [`Memory`] never changes: a new memory table is a new `Memory`. One can consist of parts of another, which it
+//! keeps ([`Memory::of_extents`]). Queues hold an `Arc` of the
 //! memory that contains their rings; a [`GuestSlice`] borrows it; a [`Piece`] consists of numbers
 //! that the memory checks when it resolves them, so a stale one may be wrong but stays within
 //! memory. A [`Chain`] is a token: popped from a queue, and returned to the same queue by
@@ -81,8 +82,8 @@ pub use {
     dirty::{DirtyLog, LOG_PAGE},
     fault::handle_fault,
     memory::{
-        FlatError, FlatMapping, MAX_REGIONS, MapError, Memory, RegionConfig, RetiredRegion,
-        TranslateError, Unmapper,
+        Extent, ExtentError, FlatError, FlatMapping, MAX_REGIONS, MapError, Memory, RegionConfig,
+        RetiredRegion, TranslateError, Unmapper,
     },
     slice::{GuestSlice, Piece, SliceBuf},
     split::{

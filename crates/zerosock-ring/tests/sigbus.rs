@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use zerosock_ring::{
-    Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, Piece, PopError, QueueConfig,
+    Buffer, DeviceQueue, DriverLayout, DriverQueue, Extent, Memory, Piece, PopError, QueueConfig,
     RegionConfig,
 };
 
@@ -220,4 +220,41 @@ fn concurrent_faults_lose_only_their_own_memories() {
     assert_eq!(*lost.lock().expect("no panic"), 200);
     // SAFETY: no mapping has this address, so nothing is put anywhere.
     assert!(!unsafe { zerosock_ring::handle_fault(0x1000) }, "not ours");
+}
+
+/// What a memory of extents loses, its parent has lost, and all memories of its extents.
+#[test]
+fn a_fault_in_an_extent_loses_its_parent() {
+    install();
+    const HUGE: u64 = Extent::HUGE_PAGE;
+    let fd = memfd(8 * HUGE);
+    let parent = Arc::new(map(&fd, &[region(0, 8 * HUGE, 0)]));
+    let of = |addr| {
+        let list = [Extent { addr, len: HUGE }];
+        Memory::of_extents(&parent, &list).expect("an extent")
+    };
+    let (gone, kept) = (of(6 * HUGE), of(HUGE));
+    let other = map(&memfd(PAGE), &[region(0, PAGE, 0)]);
+    for mem in [&gone, &kept, &other] {
+        mem.write(&pieces(mem, 5, 1), 0, &[7]);
+    }
+    ftruncate(&fd, 4 * HUGE).expect("a shorter file");
+    assert_eq!(get(&kept, 5), 7);
+    assert!(!gone.is_lost() && !kept.is_lost() && !parent.is_lost());
+    assert_eq!(get(&gone, 5), 0);
+    assert!(gone.is_lost() && kept.is_lost() && parent.is_lost() && of(0).is_lost());
+    assert_eq!(get(&kept, 5), 7);
+    assert!(!other.is_lost());
+    // The fault of a memory that is the last to keep its parent is handled as well.
+    let fd = memfd(2 * HUGE);
+    let parent = Arc::new(map(&fd, &[region(0, 2 * HUGE, 0)]));
+    let list = [Extent {
+        addr: HUGE,
+        len: HUGE,
+    }];
+    let last = Memory::of_extents(&parent, &list).expect("an extent");
+    drop(parent);
+    ftruncate(&fd, 0).expect("an empty file");
+    assert_eq!(get(&last, 9), 0);
+    assert!(last.is_lost());
 }

@@ -16,17 +16,45 @@ impl Memory {
         Some(before + piece.offset)
     }
 
-    /// The guest address of the piece's first byte; None if it does not lie in this memory.
-    pub(crate) fn guest_addr(&self, piece: Piece) -> Option<u64> {
-        let region = self.regions.get(piece.region as usize)?;
-        region.host(piece.offset, u64::from(piece.len))?;
-        Some(region.guest_addr + piece.offset)
+    /// The region with this address, and the offset of the address in it.
+    pub(super) fn locate(&self, addr: u64) -> Option<(usize, u64)> {
+        let behind = self.regions.partition_point(|r| r.guest_addr <= addr);
+        let number = behind.checked_sub(1)?;
+        let region = self.regions.get(number)?;
+        let inside = addr - region.guest_addr;
+        (inside < region.len).then_some((number, inside))
     }
 
-    /// First guest address and length of each region, in order.
-    pub(crate) fn guest_ranges(&self) -> impl Iterator<Item = (u64, u64)> {
-        let regions = self.regions.iter();
-        regions.map(|region| (region.guest_addr, region.len))
+    /// The address by which a log of written pages counts the piece's first byte: the guest address, for a
+    /// memory of extents that in the parent. None if it does not lie in this memory.
+    pub(crate) fn log_addr(&self, piece: Piece) -> Option<u64> {
+        let number = piece.region as usize;
+        let region = self.regions.get(number)?;
+        region.host(piece.offset, u64::from(piece.len))?;
+        Some(self.log_base(number)? + piece.offset)
+    }
+
+    /// The address by which a log of written pages counts the byte at `guest_addr`, as
+    /// [`set_used_log`](crate::DeviceQueue::set_used_log) takes it. None if the `len` bytes there do not lie in
+    /// one region.
+    pub fn log_addr_of(&self, guest_addr: u64, len: u32) -> Option<u64> {
+        let (number, _) = self.locate(guest_addr)?;
+        // At most MAX_REGIONS.
+        self.log_addr(self.piece_in(number as u32, guest_addr, len)?)
+    }
+
+    /// As `log_addr`, for the first byte of the region with this number.
+    pub(super) fn log_base(&self, number: usize) -> Option<u64> {
+        match &self.parent {
+            Some(parent) => parent.log_addrs.get(number).copied(),
+            None => self.regions.get(number).map(|region| region.guest_addr),
+        }
+    }
+
+    /// The address of the first byte of each region in a log of written pages, and the region's length.
+    pub(crate) fn log_ranges(&self) -> impl Iterator<Item = (u64, u64)> {
+        let regions = self.regions.iter().enumerate();
+        regions.filter_map(|(number, region)| Some((self.log_base(number)?, region.len)))
     }
 
     /// The guest address behind the last byte; 0 without regions.

@@ -15,8 +15,8 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
 use rustix::mm::{madvise, mmap_anonymous, mremap_fixed};
 
+use super::Memory;
 use super::map::RetiredRegion;
-use super::{Backing, Memory};
 use crate::slice::{GuestSlice, Piece};
 
 /// Why there is no second mapping.
@@ -206,8 +206,7 @@ impl FlatMapping {
 
 impl Drop for FlatMapping {
     fn drop(&mut self) {
-        let backing = self.memory.as_deref().and_then(|m| m.backing.first());
-        let unmapper = backing.and_then(Backing::unmapper);
+        let unmapper = self.memory.as_deref().and_then(Memory::unmapper);
         // All slices borrow `self`, so nothing in this process has an address in it any more.
         if let (Some(region), Some(unmapper)) = (self.region.take(), unmapper) {
             unmapper.unmap(region);

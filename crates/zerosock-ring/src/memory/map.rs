@@ -174,8 +174,8 @@ impl Drop for Mapping {
         // Removed from the table first: once unmapped, the addresses may belong to another mapping
         // at once.
         self.registration = None;
-        // It is dropped with its Memory, which all slices borrow and all rings keep alive, so
-        // nothing has an address in it any more.
+        // It is dropped with its Memory, which all slices borrow and all rings and memories of extents
+        // keep alive, so nothing has an address in it any more.
         if let (Some(region), Some(unmapper)) = (self.region.take(), &self.unmapper) {
             unmapper.unmap(region);
         }

@@ -6,6 +6,7 @@
 //! [`handle_fault`](crate::handle_fault) handles a file that shrinks after it was mapped.
 
 mod addresses;
+mod extents;
 mod flat;
 mod map;
 
@@ -18,6 +19,7 @@ use crate::fault::Registration;
 use crate::slice::{GuestSlice, Piece, SliceBuf};
 use map::{Mapping, check, map_region};
 
+pub use extents::{Extent, ExtentError};
 pub use flat::{FlatError, FlatMapping};
 pub use map::{MAX_REGIONS, MapError, RegionConfig, RetiredRegion, Unmapper};
 
@@ -60,6 +62,14 @@ enum Backing {
     },
 }
 
+/// The memory that a memory of extents is a part of.
+#[derive(Debug)]
+struct Parent {
+    memory: Arc<Memory>,
+    /// By region: the address by which a log of written pages counts its first byte.
+    log_addrs: Vec<u64>,
+}
+
 /// The mapped memory of one peer: an immutable set of regions, shared as `Arc<Memory>` by the
 /// queues that lie in it and by every holder of a piece of it.
 ///
@@ -70,7 +80,10 @@ pub struct Memory {
     id: u64,
     /// Sorted by guest address.
     regions: Vec<Region>,
+    /// Empty for a memory of extents, whose parent has it.
     backing: Vec<Backing>,
+    /// The memory that this one is a part of; `None` for a memory with a mapping of its own.
+    parent: Option<Parent>,
 }
 
 // SAFETY: the pointers in it are addresses of shared mappings (or, in tests, of a heap block that
@@ -117,6 +130,7 @@ impl Memory {
             id,
             regions: mapped,
             backing,
+            parent: None,
         })
     }
 
@@ -245,8 +259,8 @@ impl Memory {
             .regions
             .get(piece.region as usize)?
             .host(piece.offset, u64::from(piece.len))?;
-        // SAFETY: `host` checked the range against the region; `backing` keeps its addresses
-        // valid as long as `self` is borrowed; lengths are at most isize::MAX; references into
+        // SAFETY: `host` checked the range against the region; `backing`, or that of `parent`, keeps
+        // its addresses valid as long as `self` is borrowed; lengths are at most isize::MAX; references into
         // mapped memory are never made, but for atomics, which allow for this.
         Some(unsafe { GuestSlice::new(host, piece.len()) })
     }
@@ -462,10 +476,25 @@ impl Memory {
     /// since are invalid, and the peer must be dropped. Never becomes false again.
     #[inline]
     pub fn is_lost(&self) -> bool {
-        self.backing
-            .first()
-            .and_then(Backing::registration)
-            .is_some_and(|leader| leader.is_lost(self.id))
+        match self.backing.first().and_then(Backing::registration) {
+            Some(leader) => leader.is_lost(self.id),
+            None => self.is_parent_lost(),
+        }
+    }
+
+    /// As [`is_lost`](Self::is_lost), for a memory without a mapping of its own.
+    #[cold]
+    fn is_parent_lost(&self) -> bool {
+        let parent = self.parent.as_ref();
+        parent.is_some_and(|parent| parent.memory.is_lost())
+    }
+
+    /// What the mapping is passed to when nothing uses it any more.
+    fn unmapper(&self) -> Option<&Arc<dyn Unmapper>> {
+        match &self.parent {
+            Some(parent) => parent.memory.unmapper(),
+            None => self.backing.first().and_then(Backing::unmapper),
+        }
     }
 
     /// Bytes of all regions together.
@@ -567,6 +596,7 @@ impl Memory {
             id: next_id(),
             regions,
             backing,
+            parent: None,
         }
     }
 }

@@ -184,6 +184,8 @@ mod table;
 pub mod vsock;
 
 pub use control::attach;
+#[doc(hidden)]
+pub use control::guest;
 pub use routing::{access, forward};
 pub use zerosock_net as net;
 pub use zerosock_proto::addr::{Address, AddressError, Cid, Port};

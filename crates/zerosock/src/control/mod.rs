@@ -12,6 +12,7 @@
 
 pub mod attach;
 pub(crate) mod config;
+pub mod guest;
 mod listeners;
 mod new_vm;
 pub(crate) mod registry;

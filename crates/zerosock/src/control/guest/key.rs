@@ -1,0 +1,97 @@
+//! The key of a VM, and the tags by which its agent shows that it has it.
+//!
+//! # Invariants
+//! - A tag is valid for one request, at one place of one stream: it covers the nonce of the stream, the number of the
+//!   request and all of its bytes.
+//! - Tags are compared in constant time.
+
+use std::fmt;
+
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+
+/// Bytes of a tag.
+pub const TAG_LEN: usize = 32;
+/// The shortest key, in bytes.
+pub const MIN_KEY: usize = 16;
+/// Separates these tags from other uses of the key.
+const LABEL: &[u8] = b"zerosock guest request\0";
+
+/// The number that the daemon chooses for a stream: random, and never used twice.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Nonce(pub [u8; 32]);
+
+/// A key that is too short.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("a key of {0} bytes, at least {MIN_KEY} are needed")]
+pub struct KeyError(usize);
+
+/// The secret that a daemon shares with the agent of one VM.
+#[derive(Clone)]
+pub struct GuestKey(Hmac<Sha256>);
+
+impl GuestKey {
+    /// The key with these bytes, which are random.
+    ///
+    /// # Errors
+    /// [`KeyError`]: there are fewer than [`MIN_KEY`].
+    pub fn new(bytes: &[u8]) -> Result<GuestKey, KeyError> {
+        let short = KeyError(bytes.len());
+        if bytes.len() < MIN_KEY {
+            return Err(short);
+        }
+        // Any length is taken.
+        Hmac::new_from_slice(bytes).map(GuestKey).map_err(|_| short)
+    }
+
+    /// No secret: for a VM in which every process that may bind a port below 1024 may name pages, and with them read and
+    /// write all memory of the VM.
+    pub fn none() -> GuestKey {
+        // A key is filled up with zeroes, so this is the empty one.
+        GuestKey(Hmac::new(&Default::default()))
+    }
+}
+
+impl fmt::Debug for GuestKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("GuestKey")
+    }
+}
+
+/// The tags of the requests of one stream, in their order.
+#[derive(Clone, Debug)]
+pub(super) struct StreamTags {
+    /// Has read label and nonce.
+    begun: Hmac<Sha256>,
+    /// The number of the next request.
+    number: u32,
+}
+
+impl StreamTags {
+    pub(super) fn new(key: &GuestKey, nonce: &Nonce) -> StreamTags {
+        let begun = key.0.clone().chain_update(LABEL).chain_update(nonce.0);
+        StreamTags { begun, number: 0 }
+    }
+
+    fn over(&self, message: &[u8]) -> Hmac<Sha256> {
+        let number = self.number.to_le_bytes();
+        self.begun
+            .clone()
+            .chain_update(number)
+            .chain_update(message)
+    }
+
+    /// The tag of the next request, which has these bytes.
+    pub(super) fn next(&mut self, message: &[u8]) -> [u8; TAG_LEN] {
+        let tag = self.over(message).finalize().into_bytes().into();
+        self.number = self.number.wrapping_add(1);
+        tag
+    }
+
+    /// Whether this is the tag of the next request. If it is, the one behind that is the next.
+    pub(super) fn verify(&mut self, message: &[u8], tag: &[u8]) -> bool {
+        let valid = self.over(message).verify_slice(tag).is_ok();
+        self.number = self.number.wrapping_add(u32::from(valid));
+        valid
+    }
+}

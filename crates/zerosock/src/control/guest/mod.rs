@@ -1,0 +1,34 @@
+//! Guest endpoints: endpoints on pages of a guest, next to the vsock device of its kernel.
+//!
+//! A privileged process of the guest, the agent, connects to the control port of CID 2 and names the pages, as extents
+//! of guest-physical memory, that are the memory of an endpoint. The daemon, which has all memory of the VM mapped,
+//! checks them and runs a device on rings in these pages. This module has the protocol of the stream between the two.
+//!
+//! ```text
+//!  agent                                      daemon
+//!                                             Hello: a nonce
+//!  writes a value into each page
+//!  Register: name, extents                    checks tag, extents, and the value of each page
+//!                                             Accepted: CID, token of the doorbell
+//!  clears the pages, opens the doorbell
+//!  Start: features, rings                     starts the device
+//!                                             Started
+//!  End                                        stops the device
+//!                                             Ended: the daemon does not touch the pages any more
+//! ```
+//!
+//! A stream is for one endpoint, which ends with it. An agent that finds memory of an earlier one asks by `Query`, on a
+//! stream of its own, whether the daemon still uses it.
+//!
+//! # Invariants
+//! - Requests of an agent without the key of the VM are refused before anything else in them is read.
+//! - No page is written before all have shown the value that follows from the nonce and their place in the list.
+//! - The agent gives no page back to its kernel before `Ended`.
+
+// - `wire`: the messages, pure functions;
+// - `key`: the key of a VM, and the tags of requests;
+// - `page_value`: what the agent writes into the pages.
+
+pub mod key;
+pub mod page_value;
+pub mod wire;

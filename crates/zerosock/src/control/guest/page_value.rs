@@ -1,0 +1,73 @@
+//! What the agent writes into each page before it names them, and what the daemon reads there before it writes.
+//!
+//! The value depends on the nonce of the stream and on the place of the page in the list. So pages show it only if the
+//! agent could write them after the nonce was known, if their addresses were translated correctly, and if the daemon
+//! sees the memory of the guest in clear.
+
+use core::ops::Range;
+
+use sha2::{Digest, Sha256};
+use zerosock_ring::Memory;
+
+use super::key::Nonce;
+
+/// Bytes of a page with a value of its own.
+pub const PAGE: u64 = 4096;
+/// Bytes of a value.
+pub const VALUE_LEN: usize = 16;
+/// Where the value lies in its page: at the end, so that no word of a ring's index lies there.
+pub const VALUE_AT: u64 = PAGE - VALUE_LEN as u64;
+/// With nonce and number it fits one block of the hash.
+const LABEL: &[u8] = b"zerosock page\0";
+
+/// The value of page `number` of the list, counted from 0 through all extents: the first bytes of the SHA-256 of label,
+/// nonce and number.
+pub fn page_value(nonce: &Nonce, number: u64) -> [u8; VALUE_LEN] {
+    let hash = Sha256::new().chain_update(LABEL).chain_update(nonce.0);
+    let hash: [u8; 32] = hash.chain_update(number.to_le_bytes()).finalize().into();
+    let mut value = [0; VALUE_LEN];
+    for (to, from) in value.iter_mut().zip(hash) {
+        *to = from;
+    }
+    value
+}
+
+/// Writes the values into these pages of a memory that has the order of the list and begins at 0. Returns the first page
+/// that does not lie in it.
+pub fn write_values(memory: &Memory, nonce: &Nonce, pages: Range<u64>) -> Option<u64> {
+    find_page(memory, pages, |piece, number| {
+        memory.write(piece, 0, &page_value(nonce, number)) == VALUE_LEN
+    })
+}
+
+/// The first of these pages of a memory that has another value than it should have, or does not lie in it. For a memory
+/// that has the order of the list and begins at 0.
+pub fn find_wrong_page(memory: &Memory, nonce: &Nonce, pages: Range<u64>) -> Option<u64> {
+    find_page(memory, pages, |piece, number| {
+        memory.read_array(piece, 0) == Some(page_value(nonce, number))
+    })
+}
+
+/// The first page whose value does not lie in the memory, or for which `is_right` is false.
+fn find_page(
+    memory: &Memory,
+    mut pages: Range<u64>,
+    is_right: impl Fn(&[zerosock_ring::Piece], u64) -> bool,
+) -> Option<u64> {
+    let mut pieces = Vec::new();
+    pages.find(|&number| {
+        pieces.clear();
+        let addr = number
+            .checked_mul(PAGE)
+            .and_then(|at| at.checked_add(VALUE_AT));
+        let found = addr.is_some_and(|addr| {
+            let translated = memory.translate(addr, VALUE_LEN as u32, &mut pieces);
+            translated.is_ok()
+        });
+        !found || !is_right(&pieces, number)
+    })
+}
+
+#[cfg(test)]
+#[path = "page_value_tests.rs"]
+mod tests;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use rustix::event::{EventfdFlags, eventfd};
 use zerosock_ring::{DriverLayout, MapError, Memory, RegionConfig};
-use zerosock_sys::memfd;
+use zerosock_sys::memfd::{self, HUGE_PAGE};
 
 use super::{Frontend, FrontendError, VringAddr};
 
@@ -27,26 +27,94 @@ const LINE: u64 = 64;
 /// Divides shared memory before it exists.
 #[derive(Debug)]
 pub struct Plan {
+    /// The first byte of the region that the memory will be. Its length is 0.
+    region: RegionConfig,
     end: u64,
+    /// The memory consists of huge pages that lie anywhere: see [`Plan::of_huge_pages`].
+    in_huge_pages: bool,
 }
 
 impl Default for Plan {
     fn default() -> Plan {
-        Plan { end: GUEST_BASE }
+        Plan::at(GUEST_BASE, USER_BASE, false)
     }
 }
 
 impl Plan {
-    /// Guest address of `len` bytes that no other call has got, at the start of a page.
+    /// For memory whose device sees each huge page at another place, and reads the last cache line of each to find out
+    /// whether it is still the same page: no ring and no buffer crosses the end of a huge page or has a byte in that
+    /// line. Addresses are offsets in the memory.
+    pub fn of_huge_pages() -> Plan {
+        Plan::at(0, 0, true)
+    }
+
+    fn at(guest_addr: u64, user_addr: u64, in_huge_pages: bool) -> Plan {
+        let region = RegionConfig {
+            guest_addr,
+            user_addr,
+            len: 0,
+            fd_offset: 0,
+        };
+        Plan {
+            region,
+            end: guest_addr,
+            in_huge_pages,
+        }
+    }
+
+    /// Guest address of `len` bytes that no other call has got, at the start of a page. With huge pages `len` is at most
+    /// that of one without its last line.
     pub fn take(&mut self, len: u64) -> u64 {
+        debug_assert!(!self.in_huge_pages || len <= HUGE_PAGE - LINE);
+        if self.in_huge_pages && self.end % HUGE_PAGE + len > HUGE_PAGE - LINE {
+            self.end = self.end.next_multiple_of(HUGE_PAGE);
+        }
         let start = self.end;
         self.end += len.next_multiple_of(PAGE);
         start
     }
 
+    /// The places of `count` buffers of `len` bytes that no other call has got. With huge pages `len` is at most that of
+    /// one without its last line.
+    pub fn take_slots(&mut self, len: u32, count: u16) -> SlotPlaces {
+        let (stride, count) = (Plan::stride(len), u64::from(count));
+        if !self.in_huge_pages {
+            return SlotPlaces {
+                base: self.take(stride * count),
+                stride,
+                per_page: u64::MAX,
+            };
+        }
+        let len = u64::from(len);
+        // The bytes between the last buffer and the end need not be a whole stride.
+        let span = |slots: u64| slots.saturating_sub(1) * stride + len;
+        let per_page = (HUGE_PAGE - LINE).saturating_sub(len) / stride + 1;
+        if count <= per_page {
+            return SlotPlaces {
+                base: self.take(span(count)),
+                stride,
+                per_page,
+            };
+        }
+        // All pages have the same offsets, so the first one is a fresh one too.
+        let base = self.end.next_multiple_of(HUGE_PAGE);
+        let last = (count - 1) / per_page;
+        self.end = base + last * HUGE_PAGE;
+        self.take(span(count - last * per_page));
+        SlotPlaces {
+            base,
+            stride,
+            per_page,
+        }
+    }
+
     /// Bytes taken so far.
     pub fn len(&self) -> u64 {
-        self.end - GUEST_BASE
+        let len = self.end - self.region.guest_addr;
+        match self.in_huge_pages {
+            true => len.next_multiple_of(HUGE_PAGE),
+            false => len,
+        }
     }
 
     /// Whether nothing was taken.
@@ -60,6 +128,23 @@ impl Plan {
     pub fn stride(len: u32) -> u64 {
         let pairs = u64::from(len).div_ceil(2 * LINE);
         2 * LINE * (pairs | 1)
+    }
+}
+
+/// The places of buffers of equal length.
+#[derive(Copy, Clone, Debug)]
+pub struct SlotPlaces {
+    base: u64,
+    stride: u64,
+    /// Buffers of a huge page; those behind them lie at the same offsets of the next one.
+    per_page: u64,
+}
+
+impl SlotPlaces {
+    /// The guest address of buffer `index`.
+    pub fn addr(&self, index: u16) -> u64 {
+        let index = u64::from(index);
+        self.base + index / self.per_page * HUGE_PAGE + index % self.per_page * self.stride
     }
 }
 
@@ -102,22 +187,22 @@ impl SharedMemory {
         let len = plan.len();
         if huge_pages && seal {
             // Whole pages, because a part of one could not be unmapped.
-            let len = len.next_multiple_of(memfd::HUGE_PAGE);
+            let len = len.next_multiple_of(HUGE_PAGE);
+            let region = RegionConfig { len, ..plan.region };
             let huge = memfd::create_huge(name, len).map_err(SharedMemoryError::Memfd);
-            if let Ok(shared) = huge.and_then(|fd| SharedMemory::map(fd, len, true)) {
+            if let Ok(shared) = huge.and_then(|fd| SharedMemory::map(fd, region, true)) {
                 return Ok(shared);
             }
         }
-        SharedMemory::map(memfd::create(name, len, seal)?, len, false)
+        let region = RegionConfig { len, ..plan.region };
+        SharedMemory::map(memfd::create(name, len, seal)?, region, false)
     }
 
-    fn map(fd: OwnedFd, len: u64, huge_pages: bool) -> Result<SharedMemory, SharedMemoryError> {
-        let region = RegionConfig {
-            guest_addr: GUEST_BASE,
-            user_addr: USER_BASE,
-            len,
-            fd_offset: 0,
-        };
+    fn map(
+        fd: OwnedFd,
+        region: RegionConfig,
+        huge_pages: bool,
+    ) -> Result<SharedMemory, SharedMemoryError> {
         let memory = Memory::map(vec![(fd.try_clone()?, region)])?;
         Ok(SharedMemory {
             memory: Arc::new(memory),
@@ -134,7 +219,12 @@ impl SharedMemory {
 
     /// The addresses of a ring as SET_VRING_ADDR takes them.
     pub fn vring_addr(&self, ring: &DriverLayout) -> VringAddr {
-        let user_addr = |addr| addr - GUEST_BASE + USER_BASE;
+        let RegionConfig {
+            guest_addr,
+            user_addr,
+            ..
+        } = self.region;
+        let user_addr = |addr| addr - guest_addr + user_addr;
         VringAddr {
             desc: user_addr(ring.desc),
             avail: user_addr(ring.avail),
@@ -223,3 +313,7 @@ impl Frontend {
         self.sync()
     }
 }
+
+#[cfg(test)]
+#[path = "shared_tests.rs"]
+mod tests;

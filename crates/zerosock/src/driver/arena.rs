@@ -2,7 +2,7 @@
 //! event slots and payload buffers.
 //!
 //! # Invariants
-//! - Nothing overlaps.
+//! - Nothing overlaps. With a plan of huge pages ([`Plan::of_huge_pages`]) no ring and no slot crosses the end of one.
 //! - Every slot's address is computed once at the start; the packet path translates no addresses.
 //! - A payload begins at a cache line boundary (typed leases rely on it), directly behind the line
 //!   of its header: processors fetch such pairs of lines together.
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_ring::{DriverLayout, GuestSlice, Memory, Piece, TranslateError};
-use zerosock_vhost_user::frontend::{Plan, SharedMemory, SharedMemoryError};
+use zerosock_vhost_user::frontend::{Plan, SharedMemory, SharedMemoryError, SlotPlaces};
 
 use super::config::DriverConfig;
 
@@ -40,8 +40,9 @@ pub enum ArenaError {
 /// this process does (a piece of the mapping).
 #[derive(Debug)]
 pub(crate) struct Slots {
-    base: u64,
-    stride: u64,
+    places: SlotPlaces,
+    /// Where each begins in its place, in bytes.
+    offset: u32,
     len: u32,
     pieces: Vec<Piece>,
 }
@@ -49,27 +50,26 @@ pub(crate) struct Slots {
 impl Slots {
     fn new(
         memory: &Memory,
-        base: u64,
-        stride: u64,
-        len: u32,
+        places: SlotPlaces,
+        (offset, len): (u32, u32),
         count: u16,
     ) -> Result<Slots, ArenaError> {
-        let mut pieces = Vec::with_capacity(usize::from(count));
-        for slot in 0..u64::from(count) {
-            // The memory is one region, so each slot is one piece.
-            memory.translate(base + slot * stride, len, &mut pieces)?;
-        }
-        Ok(Slots {
-            base,
-            stride,
+        let mut slots = Slots {
+            places,
+            offset,
             len,
-            pieces,
-        })
+            pieces: Vec::with_capacity(usize::from(count)),
+        };
+        for slot in 0..count {
+            // The memory is one region, so each slot is one piece.
+            memory.translate(slots.addr(slot), len, &mut slots.pieces)?;
+        }
+        Ok(slots)
     }
 
     /// Guest address of slot `index`.
     pub(crate) fn addr(&self, index: u16) -> u64 {
-        self.base + u64::from(index) * self.stride
+        self.places.addr(index) + u64::from(self.offset)
     }
 
     /// Slot `index` in the mapping; `None` for an index out of range.
@@ -138,44 +138,45 @@ pub(crate) struct PairSlots {
 }
 
 impl Arena {
-    /// Creates and maps the memory for `config`, with buffers for each of `pairs`.
+    /// Creates and maps the memory for `config`, as `plan` divides it, with buffers for each of `pairs`.
     pub(crate) fn new(
         config: &DriverConfig,
         pairs: QueuePairs,
+        mut plan: Plan,
     ) -> Result<(Arena, Vec<PairSlots>), ArenaError> {
-        let slots = u64::from(config.slots());
+        let count = config.slots();
         // A buffer is the header's line and the payload.
-        let stride = |len| Plan::stride(HEADER_SLOT + len);
-        let rx_stride = stride(config.rx_buffer_size);
-        let tx_stride = stride(config.tx_buffer_size);
+        let (rx_len, tx_len) = (config.rx_buffer_size, config.tx_buffer_size);
+        let (rx_whole, tx_whole) = (HEADER_SLOT + rx_len, HEADER_SLOT + tx_len);
 
-        let mut plan = Plan::default();
         let ring_len = DriverLayout::bytes_needed(config.queue_size);
         let rings = (0..pairs.queues())
             .map(|_| DriverLayout::at(plan.take(ring_len), config.queue_size))
             .collect();
-        let events = plan.take(u64::from(EVENT_SLOTS) * u64::from(HEADER_SLOT));
-        let places: Vec<(u64, u64)> = (0..pairs.get())
-            .map(|_| (plan.take(slots * rx_stride), plan.take(slots * tx_stride)))
+        let events = plan.take_slots(EVENT_LEN, EVENT_SLOTS);
+        let places: Vec<(SlotPlaces, SlotPlaces)> = (0..pairs.get())
+            .map(|_| {
+                (
+                    plan.take_slots(rx_whole, count),
+                    plan.take_slots(tx_whole, count),
+                )
+            })
             .collect();
         let (seal, huge_pages) = (config.seal, config.huge_pages);
         let shared = SharedMemory::create("zerosock-driver", &plan, seal, huge_pages)?;
-        let count = config.slots();
-        let line = u64::from(HEADER_SLOT);
         let memory = Arc::clone(&shared.memory);
-        let (rx_len, tx_len) = (config.rx_buffer_size, config.tx_buffer_size);
         let pair = |(rx, tx)| {
             Ok(PairSlots {
-                rx_packets: Slots::new(&memory, rx, rx_stride, HEADER_SLOT + rx_len, count)?,
-                rx_data: Slots::new(&memory, rx + line, rx_stride, rx_len, count)?,
-                tx_packets: Slots::new(&memory, tx, tx_stride, HEADER_SLOT + tx_len, count)?,
-                tx_data: Slots::new(&memory, tx + line, tx_stride, tx_len, count)?,
+                rx_packets: Slots::new(&memory, rx, (0, rx_whole), count)?,
+                rx_data: Slots::new(&memory, rx, (HEADER_SLOT, rx_len), count)?,
+                tx_packets: Slots::new(&memory, tx, (0, tx_whole), count)?,
+                tx_data: Slots::new(&memory, tx, (HEADER_SLOT, tx_len), count)?,
                 memory: memory.clone(),
             })
         };
         let slots: Result<_, ArenaError> = places.into_iter().map(pair).collect();
         let arena = Arena {
-            events: Slots::new(&memory, events, line, EVENT_LEN, EVENT_SLOTS)?,
+            events: Slots::new(&memory, events, (0, EVENT_LEN), EVENT_SLOTS)?,
             memory: memory.clone(),
             shared,
             rings,
@@ -183,3 +184,7 @@ impl Arena {
         Ok((arena, slots?))
     }
 }
+
+#[cfg(test)]
+#[path = "arena_tests.rs"]
+mod tests;

@@ -21,7 +21,7 @@ use crate::table::listeners::Listeners;
 use crate::table::loans::Loans;
 use crate::table::sockets::Sockets;
 use crate::table::tally::Tally;
-use zerosock_vhost_user::frontend::QueueEventFds;
+use zerosock_vhost_user::frontend::{Plan, QueueEventFds};
 use zerosock_virtio::watch::Watch;
 
 impl Driver {
@@ -47,19 +47,20 @@ impl Driver {
     ) -> Result<Driver, DriverAttachError> {
         config.check()?;
         let link = connect(&config)?;
-        Driver::with_link(config, link, |link, arena, event_fds| {
+        Driver::with_link(config, link, Plan::default(), |link, arena, event_fds| {
             let bases = vec![0; arena.rings.len()];
             link.start(arena, event_fds, &bases)
         })
     }
 
-    /// Creates the memory and the queues for a connected device, and calls `start` to pass them on.
+    /// Creates the memory, as `plan` divides it, and the queues for a connected device, and calls `start` to pass them on.
     pub(super) fn with_link(
         config: DriverConfig,
         mut link: Link,
+        plan: Plan,
         start: impl FnOnce(&mut Link, &Arena, &QueueEventFds) -> Result<(), DriverAttachError>,
     ) -> Result<Driver, DriverAttachError> {
-        let (arena, slots) = Arena::new(&config, link.pairs)?;
+        let (arena, slots) = Arena::new(&config, link.pairs, plan)?;
         let event_fds =
             QueueEventFds::new(link.pairs.queues()).map_err(DriverAttachError::Eventfd)?;
         let mut watch = Watch::new(event_fds.calls()).map_err(DriverAttachError::Eventfd)?;

@@ -9,7 +9,8 @@ use zerosock_proto::vsock::QueuePairs;
 use zerosock_proto::vsock::pairs::{rx_queue, tx_queue};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Port};
-use zerosock_ring::{Chain, DeviceQueue, Memory, QueueConfig};
+use zerosock_ring::{Chain, DeviceQueue, Extent, Memory, QueueConfig, RegionConfig};
+use zerosock_vhost_user::frontend::{Plan, SharedMemory};
 
 use super::link::Link;
 use super::{Driver, DriverConfig, Frontend, StreamId, StreamState};
@@ -45,6 +46,48 @@ pub(super) fn pairs(
     pairs: QueuePairs,
     tune: impl FnOnce(&mut DriverConfig),
 ) -> (Driver, TestDevice) {
+    build(pairs, Plan::default(), map_again, tune)
+}
+
+/// As `pair`, for a driver in a guest: the device sees each huge page at another place.
+pub(super) fn guest_pair(tune: impl FnOnce(&mut DriverConfig)) -> (Driver, TestDevice) {
+    build(QueuePairs::ONE, Plan::of_huge_pages(), map_scattered, tune)
+}
+
+/// A separate mapping, as another process has it.
+fn map_again(shared: &SharedMemory) -> Arc<Memory> {
+    let fd = shared.fd.try_clone().unwrap();
+    Arc::new(Memory::map(vec![(fd, shared.region)]).unwrap())
+}
+
+/// The memory of a VM in which the huge pages of `shared` lie in the opposite order, with a gap behind each, and the
+/// memory that consists of them.
+pub(super) fn map_scattered(shared: &SharedMemory) -> Arc<Memory> {
+    const HUGE: u64 = Extent::HUGE_PAGE;
+    let pages = shared.region.len / HUGE;
+    let addr = |page| (1 << 32) + 2 * (pages - page) * HUGE;
+    let region = |page| RegionConfig {
+        guest_addr: addr(page),
+        user_addr: addr(page),
+        len: HUGE,
+        fd_offset: page * HUGE,
+    };
+    let table = (0..pages).map(|page| (shared.fd.try_clone().unwrap(), region(page)));
+    let vm = Arc::new(Memory::map(table.collect()).unwrap());
+    let extents = (0..pages).map(|page| Extent {
+        addr: addr(page),
+        len: HUGE,
+    });
+    let extents: Vec<Extent> = extents.collect();
+    Arc::new(Memory::of_extents(&vm, &extents).unwrap())
+}
+
+fn build(
+    pairs: QueuePairs,
+    plan: Plan,
+    map: impl FnOnce(&SharedMemory) -> Arc<Memory>,
+    tune: impl FnOnce(&mut DriverConfig),
+) -> (Driver, TestDevice) {
     let mut config = DriverConfig::new("/nowhere");
     config.control_timeout = Duration::from_millis(10);
     tune(&mut config);
@@ -60,11 +103,9 @@ pub(super) fn pairs(
         cid: CID,
     };
     let size = config.queue_size;
-    let driver = Driver::with_link(config, link, |_, _, _| Ok(())).unwrap();
+    let driver = Driver::with_link(config, link, plan, |_, _, _| Ok(())).unwrap();
     let arena = &driver.store.arena;
-    // A separate mapping, as another process has it.
-    let fd = arena.shared.fd.try_clone().unwrap();
-    let memory = Arc::new(Memory::map(vec![(fd, arena.shared.region)]).unwrap());
+    let memory = map(&arena.shared);
     let queue = |at: usize| {
         let ring = arena.shared.vring_addr(&arena.rings[at]);
         let config = QueueConfig {

@@ -74,7 +74,8 @@ impl Memory {
     /// address at which extent `i - 1` ends, and the first one at 0. User addresses are the same. Extents
     /// that follow each other in the parent too are one region.
     ///
-    /// It keeps the mapping of `parent`, and takes no memory or address space of its own.
+    /// It keeps the mapping of `parent`, and takes no memory or address space of its own. So one lease on a
+    /// page of it keeps all of the parent mapped: [`kept_size`](Memory::kept_size) counts that.
     ///
     /// # Errors
     /// [`ExtentError`]: the fault of the list.

@@ -248,6 +248,16 @@ fn the_bytes_of_a_memory_outlive_other_references_to_its_parent() {
 }
 
 #[test]
+fn a_memory_of_extents_counts_the_mapping_of_its_parent_as_kept() {
+    let parent = parent();
+    let all = 6 * HUGE + HIGH_LEN;
+    let middle = Arc::new(of(&parent, &[(LOW, 2 * HUGE)]));
+    let memory = of(&middle, &[(HUGE, HUGE)]);
+    let sizes = [&*parent, &*middle, &memory].map(|m| (m.size(), m.kept_size()));
+    assert_eq!(sizes, [(all, all), (2 * HUGE, all), (HUGE, all)]);
+}
+
+#[test]
 fn extents_of_a_memory_of_extents_are_those_of_its_parent() {
     let parent = parent();
     let middle = Arc::new(of(&parent, &[(HIGH, HUGE), (LOW, 2 * HUGE)]));

@@ -503,6 +503,13 @@ impl Memory {
         self.regions.iter().fold(0, sum)
     }
 
+    /// Bytes that stay mapped as long as this memory lives: its size, or for a memory of extents those of the
+    /// memory whose mapping it keeps.
+    pub fn kept_size(&self) -> u64 {
+        let parent = self.parent.as_ref();
+        parent.map_or_else(|| self.size(), |parent| parent.memory.kept_size())
+    }
+
     /// A number that no other memory of this process has or had.
     #[inline]
     pub fn id(&self) -> u64 {

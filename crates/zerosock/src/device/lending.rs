@@ -133,8 +133,7 @@ impl DeviceHalf<'_, '_> {
     /// Tracks memory that the device no longer uses but that leases may keep mapped.
     pub(super) fn track_old_memory(&mut self, memory: Option<Arc<Memory>>) {
         if let Some(memory) = memory.filter(|_| self.cx.shared.app.is_some()) {
-            let size = memory.size();
-            self.device.app.old.0.push((Arc::downgrade(&memory), size));
+            self.device.app.old.track(&memory);
         }
     }
 
@@ -143,7 +142,7 @@ impl DeviceHalf<'_, '_> {
     /// guest that reboots during a read keeps one old table mapped, in the worst case two.
     #[inline]
     pub(crate) fn old_memory_fits(&mut self) -> bool {
-        self.device.app.old.0.is_empty() || self.check_old_memory()
+        self.device.app.old.is_empty() || self.check_old_memory()
     }
 
     #[cold]
@@ -153,7 +152,7 @@ impl DeviceHalf<'_, '_> {
             .queues
             .memory
             .as_ref()
-            .map_or(0, |memory| memory.size());
+            .map_or(0, |memory| memory.kept_size());
         let few = device.app.old.alive() <= cx.shared.limits.old_memory.max(size.saturating_mul(2));
         if let Some(app) = cx.shared.app.as_deref_mut() {
             app.sockets.lease_copies(device.app.pool, !few);

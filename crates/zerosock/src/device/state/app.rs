@@ -79,11 +79,19 @@ impl Store for QueueStore<'_> {
     }
 }
 
-/// Replaced memory tables and their sizes in bytes.
+/// Replaced memory tables, and the bytes that each keeps mapped.
 #[derive(Debug, Default)]
-pub(in crate::device) struct OldMemory(pub(in crate::device) Vec<(Weak<Memory>, u64)>);
+pub(in crate::device) struct OldMemory(Vec<(Weak<Memory>, u64)>);
 
 impl OldMemory {
+    pub(in crate::device) fn track(&mut self, memory: &Arc<Memory>) {
+        self.0.push((Arc::downgrade(memory), memory.kept_size()));
+    }
+
+    pub(in crate::device) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Bytes of the tables that are still mapped.
     pub(in crate::device) fn alive(&mut self) -> u64 {
         self.0.retain(|(memory, _)| memory.strong_count() > 0);
@@ -119,3 +127,7 @@ impl Default for AppState {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "app_tests.rs"]
+mod tests;

@@ -34,13 +34,12 @@ impl Memory {
         Some(self.log_base(number)? + piece.offset)
     }
 
-    /// The address by which a log of written pages counts the byte at `guest_addr`, as
-    /// [`set_used_log`](crate::DeviceQueue::set_used_log) takes it. None if the `len` bytes there do not lie in
-    /// one region.
-    pub fn log_addr_of(&self, guest_addr: u64, len: u32) -> Option<u64> {
-        let (number, _) = self.locate(guest_addr)?;
-        // At most MAX_REGIONS.
-        self.log_addr(self.piece_in(number as u32, guest_addr, len)?)
+    /// The address by which a log of written pages counts a used ring at `addr`, for a memory of extents. None
+    /// for a memory with a mapping of its own: its front-end says where the ring is logged.
+    pub(crate) fn used_log_addr(&self, addr: u64) -> Option<u64> {
+        self.parent.as_ref()?;
+        let (number, inside) = self.locate(addr)?;
+        Some(self.log_base(number)? + inside)
     }
 
     /// As `log_addr`, for the first byte of the region with this number.

@@ -266,30 +266,28 @@ fn extents_of_a_memory_of_extents_are_those_of_its_parent() {
     poke(&memory, HUGE + 7, b"high");
     assert_eq!(&peek(&parent, LOW + HUGE + 7), b"low");
     assert_eq!(&peek(&parent, HIGH + 7), b"high");
-    assert_eq!(memory.log_addr_of(7, 3), Some(LOW + HUGE + 7));
-    assert_eq!(memory.log_addr_of(HUGE + 7, 4), Some(HIGH + 7));
-    assert_eq!(middle.log_addr_of(7, 4), Some(HIGH + 7));
+    assert_eq!(memory.used_log_addr(7), Some(LOW + HUGE + 7));
+    assert_eq!(memory.used_log_addr(HUGE + 7), Some(HIGH + 7));
+    assert_eq!(middle.used_log_addr(7), Some(HIGH + 7));
 }
 
 #[test]
 fn a_log_counts_by_the_addresses_of_the_parent() {
     let parent = parent();
     let memory = of(&parent, &[(HIGH + HUGE, HUGE), (LOW, 6 * HUGE)]);
-    for (here, len, there) in [
-        (0, 1, Some(HIGH + HUGE)),
-        (HUGE - 1, 1, Some(HIGH + 2 * HUGE - 1)),
-        (HUGE - 1, 2, None),
-        (HUGE, 16, Some(LOW)),
-        (4 * HUGE + 9, 16, Some(LOW + 3 * HUGE + 9)),
-        (5 * HUGE - 1, 2, None),
-        (5 * HUGE, 2, Some(BORDER)),
-        (7 * HUGE, 1, None),
-        (u64::MAX, 1, None),
-        (0, 0, None),
+    for (here, there) in [
+        (0, Some(HIGH + HUGE)),
+        (HUGE - 1, Some(HIGH + 2 * HUGE - 1)),
+        (HUGE, Some(LOW)),
+        (4 * HUGE + 9, Some(LOW + 3 * HUGE + 9)),
+        (5 * HUGE - 1, Some(LOW + 4 * HUGE - 1)),
+        (5 * HUGE, Some(BORDER)),
+        (7 * HUGE, None),
+        (u64::MAX, None),
     ] {
-        assert_eq!(memory.log_addr_of(here, len), there, "{len} at {here:#x}");
+        assert_eq!(memory.used_log_addr(here), there, "{here:#x}");
     }
-    assert_eq!(parent.log_addr_of(LOW + 3, 8), Some(LOW + 3));
+    assert_eq!(parent.used_log_addr(LOW + 3), None, "its front-end says it");
     let ranges: Vec<_> = memory.log_ranges().collect();
     let expected = [(HIGH + HUGE, HUGE), (LOW, 4 * HUGE), (BORDER, 2 * HUGE)];
     assert_eq!(ranges, expected);
@@ -486,9 +484,16 @@ mod mapped {
             .collect()
     }
 
-    /// A queue in a memory of extents marks what it writes where the guest has it.
+    /// A queue in a memory of extents marks what it writes where the guest has it, whatever address of the used
+    /// ring it is given.
     #[test]
     fn a_queue_marks_the_pages_of_the_parent() {
+        for front_end in [None, Some(None), Some(Some(0))] {
+            check_marks(front_end);
+        }
+    }
+
+    fn check_marks(front_end: Option<Option<u64>>) {
         const SIZE: u16 = 8;
         let retired = Arc::default();
         let parent = sparse(16, &retired);
@@ -511,9 +516,10 @@ mod mapped {
         let bytes = 16 * HUGE / LOG_PAGE / 8;
         let file = memfd(bytes);
         let log = Arc::new(DirtyLog::map(&file, 0, bytes, None).unwrap());
-        let used = memory.log_addr_of(layout.used, 6 + 8 * u32::from(SIZE));
         device.set_log(Some(Arc::clone(&log)));
-        device.set_used_log(used);
+        if let Some(address) = front_end {
+            device.set_used_log(address);
+        }
 
         let at = 3 * HUGE - LOG_PAGE - 1;
         let (len, written) = (4 * LOG_PAGE as u32, 2 + LOG_PAGE as u32);

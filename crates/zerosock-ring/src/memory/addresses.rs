@@ -12,7 +12,11 @@ impl Memory {
         self.regions
             .get(region)?
             .host(piece.offset, u64::from(piece.len))?;
-        let before: u64 = self.regions.iter().take(region).map(|r| r.len).sum();
+        let before = match &self.parent {
+            // Its guest addresses have no gaps.
+            Some(_) => self.regions.get(region)?.guest_addr,
+            None => self.regions.iter().take(region).map(|r| r.len).sum(),
+        };
         Some(before + piece.offset)
     }
 

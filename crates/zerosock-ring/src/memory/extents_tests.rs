@@ -343,6 +343,7 @@ proptest! {
         let mut offset = at;
         for piece in &pieces {
             prop_assert_eq!(memory.log_addr(*piece), Some(there(offset)));
+            prop_assert_eq!(memory.flat_offset(*piece), Some(offset));
             let one = [offset as u8];
             memory.write(std::slice::from_ref(piece), 0, &one);
             prop_assert_eq!(peek(&parent, there(offset)), one);

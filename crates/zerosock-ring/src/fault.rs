@@ -232,9 +232,8 @@ fn replace(addr: usize, found: &Found) -> bool {
     // SAFETY: [from, from + len) is a page-aligned part of a mapping that the memory `owner` made
     // and has not unmapped: by the contract of `handle_fault` the calling thread is in the middle
     // of an access through that memory or one of its extents, so it cannot be dropped before we
-    // return. Only raw copies
-    // and atomics access the addresses, so contents that change to zero are not undefined
-    // behaviour; where references access them (see `Trust`), the file cannot shrink.
+    // return. Only raw copies and atomics access the addresses, so contents that change to zero are
+    // not undefined behaviour; where references access them (see `Trust`), the file cannot shrink.
     unsafe {
         mmap_anonymous(
             ptr::with_exposed_provenance_mut(from),

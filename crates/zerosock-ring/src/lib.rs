@@ -21,14 +21,13 @@
 //!   lost ([`Memory::is_lost`]). Other memories are unaffected.
 //!
 //! # Ownership
-//! A [`Memory`] never changes: a new memory table is a new `Memory`. One can consist of parts of another, which it
-//! keeps ([`Memory::of_extents`]). Queues hold an `Arc` of the
-//! memory that contains their rings; a [`GuestSlice`] borrows it; a [`Piece`] consists of numbers
-//! that the memory checks when it resolves them, so a stale one may be wrong but stays within
-//! memory. A [`Chain`] is a token: popped from a queue, and returned to the same queue by
-//! [`complete`](DeviceQueue::complete), where every write into peer memory ends, or by
-//! [`unpop`](DeviceQueue::unpop). Each half of a queue has one owner at a time (`&mut self`); the
-//! peer has the other half.
+//! A [`Memory`] never changes: a new memory table is a new `Memory`. One can consist of parts of
+//! another, which it keeps ([`Memory::of_extents`]). Queues hold an `Arc` of the memory that contains
+//! their rings; a [`GuestSlice`] borrows it; a [`Piece`] consists of numbers that the memory checks
+//! when it resolves them, so a stale one may be wrong but stays within memory. A [`Chain`] is a token:
+//! popped from a queue, and returned to the same queue by [`complete`](DeviceQueue::complete), where
+//! every write into peer memory ends, or by [`unpop`](DeviceQueue::unpop). Each half of a queue has
+//! one owner at a time (`&mut self`); the peer has the other half.
 //!
 //! # Memory ordering
 //! The two rings of a queue follow one protocol with the roles exchanged; `split/index.rs` has it

@@ -47,10 +47,10 @@ impl Trust {
     ///   vanish under a reference change; and no other process has it.
     /// - **This process**, in all code that has the token, makes a slice only of a leased buffer,
     ///   and drops it before it returns the buffer. Meanwhile nothing writes its bytes: not
-    ///   [`Memory::write`], [`Memory::copy`], a [`GuestSlice`], a system call, or another mapping
-    ///   of the file; no ring lies in it. A [`Claim`] is made only of a buffer that no other code
-    ///   can reach: no other claim and no slice has a byte of it, and nothing reads or writes it in
-    ///   another way while a slice of the claim lives.
+    ///   [`Memory::write`], [`Memory::copy`], a [`GuestSlice`], a system call, another mapping of the
+    ///   file, or a memory of extents of it, or its parent; no ring lies in it. A [`Claim`] is made
+    ///   only of a buffer that no other code can reach: no other claim and no slice has a byte of it,
+    ///   and nothing reads or writes it in another way while a slice of the claim lives.
     #[inline]
     pub const unsafe fn declare() -> Trust {
         Trust(())

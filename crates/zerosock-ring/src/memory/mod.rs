@@ -86,11 +86,14 @@ pub struct Memory {
     parent: Option<Parent>,
 }
 
-// SAFETY: the pointers in it are addresses of shared mappings (or, in tests, of a heap block that
-// this object owns), valid on every thread until `drop`, which has the object to itself.
+// SAFETY: the pointers in it are addresses of shared mappings (or, in tests, of heap blocks), valid on
+// every thread until their owner is dropped. The owner is this object, or for a memory of extents the
+// memory at the end of its chain of parents, which it keeps by an `Arc`. Either `drop` has its object to
+// itself.
 unsafe impl Send for Memory {}
-// SAFETY: through a shared reference the bytes are accessed only by the copies of `copy`, which
-// race with nothing, and by atomics; the other fields never change.
+// SAFETY: through shared references, to this memory or to another one with the same bytes, these are
+// accessed only by the copies of `copy`, which race with nothing, and by atomics; they are valid until the
+// `drop` named above. The other fields never change.
 unsafe impl Sync for Memory {}
 
 impl Memory {
@@ -259,8 +262,8 @@ impl Memory {
             .regions
             .get(piece.region as usize)?
             .host(piece.offset, u64::from(piece.len))?;
-        // SAFETY: `host` checked the range against the region; `backing`, or that of `parent`, keeps
-        // its addresses valid as long as `self` is borrowed; lengths are at most isize::MAX; references into
+        // SAFETY: `host` checked the range against the region; `backing`, or that of `parent`, keeps its
+        // addresses valid as long as `self` is borrowed; lengths are at most isize::MAX; references into
         // mapped memory are never made, but for atomics, which allow for this.
         Some(unsafe { GuestSlice::new(host, piece.len()) })
     }
@@ -483,7 +486,6 @@ impl Memory {
     }
 
     /// As [`is_lost`](Self::is_lost), for a memory without a mapping of its own.
-    #[cold]
     fn is_parent_lost(&self) -> bool {
         let parent = self.parent.as_ref();
         parent.is_some_and(|parent| parent.memory.is_lost())

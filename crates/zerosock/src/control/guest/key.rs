@@ -16,39 +16,57 @@ pub const TAG_LEN: usize = 32;
 pub const MIN_KEY: usize = 16;
 /// Separates these tags from other uses of the key.
 const LABEL: &[u8] = b"zerosock guest request\0";
+/// In its place if there is no key, so that no key has the tags of none.
+const LABEL_WITHOUT_KEY: &[u8] = b"zerosock guest request without key\0";
 
 /// The number that the daemon chooses for a stream: random, and never used twice.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Nonce(pub [u8; 32]);
 
-/// A key that is too short.
+/// Bytes that are no key.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("a key of {0} bytes, at least {MIN_KEY} are needed")]
-pub struct KeyError(usize);
+#[non_exhaustive]
+pub enum KeyError {
+    /// Fewer than [`MIN_KEY`].
+    #[error("a key of {0} bytes, at least {MIN_KEY} are needed")]
+    TooShort(usize),
+    /// Zeroes only, as in a file that was allocated and never written.
+    #[error("a key of zeroes only is no secret")]
+    Zeroes,
+}
 
 /// The secret that a daemon shares with the agent of one VM.
 #[derive(Clone)]
-pub struct GuestKey(Hmac<Sha256>);
+pub struct GuestKey(
+    /// Has read key and label.
+    Hmac<Sha256>,
+);
 
 impl GuestKey {
-    /// The key with these bytes, which are random.
+    /// The key with these bytes, which are random. All of them count, also a newline at the end: a side that reads the
+    /// key from a file passes the whole file, and strips nothing.
     ///
     /// # Errors
-    /// [`KeyError`]: there are fewer than [`MIN_KEY`].
+    /// [`KeyError`]: there are fewer than [`MIN_KEY`], or all are zero.
     pub fn new(bytes: &[u8]) -> Result<GuestKey, KeyError> {
-        let short = KeyError(bytes.len());
+        let short = KeyError::TooShort(bytes.len());
         if bytes.len() < MIN_KEY {
             return Err(short);
         }
+        if bytes.iter().all(|&byte| byte == 0) {
+            return Err(KeyError::Zeroes);
+        }
         // Any length is taken.
-        Hmac::new_from_slice(bytes).map(GuestKey).map_err(|_| short)
+        let keyed: Hmac<Sha256> = Hmac::new_from_slice(bytes).map_err(|_| short)?;
+        Ok(GuestKey(keyed.chain_update(LABEL)))
     }
 
     /// No secret: for a VM in which every process that may bind a port below 1024 may name pages, and with them read and
     /// write all memory of the VM.
     pub fn none() -> GuestKey {
         // A key is filled up with zeroes, so this is the empty one.
-        GuestKey(Hmac::new(&Default::default()))
+        let keyed: Hmac<Sha256> = Hmac::new(&Default::default());
+        GuestKey(keyed.chain_update(LABEL_WITHOUT_KEY))
     }
 }
 
@@ -61,7 +79,7 @@ impl fmt::Debug for GuestKey {
 /// The tags of the requests of one stream, in their order.
 #[derive(Clone, Debug)]
 pub(super) struct StreamTags {
-    /// Has read label and nonce.
+    /// Has read key, label and nonce.
     begun: Hmac<Sha256>,
     /// The number of the next request.
     number: u32,
@@ -69,7 +87,7 @@ pub(super) struct StreamTags {
 
 impl StreamTags {
     pub(super) fn new(key: &GuestKey, nonce: &Nonce) -> StreamTags {
-        let begun = key.0.clone().chain_update(LABEL).chain_update(nonce.0);
+        let begun = key.0.clone().chain_update(nonce.0);
         StreamTags { begun, number: 0 }
     }
 

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use zerosock_proto::Port;
 
 use super::*;
-use crate::control::guest::key::MIN_KEY;
+use crate::control::guest::key::{KeyError, MIN_KEY};
 use crate::routing::name::MAX_NAME;
 
 /// Tags of an `End` as the first and as the second request of a stream.
@@ -14,7 +14,7 @@ const END_TAGS: [&str; 2] = [
 ];
 /// As the first one, without a key.
 const END_TAG_WITHOUT_KEY: &str =
-    "ff598902cdf262d91c5fb98d5886e959bb92acbb7bcc613adacf1364ec04e96e";
+    "dd1bc4fd10cece4db6d89def6c6d62981358cd1d061516dd47722ba68f59bcf8";
 
 fn key() -> GuestKey {
     GuestKey::new(b"0123456789abcdef0123456789abcdef").unwrap()
@@ -542,14 +542,36 @@ fn errors_are_answered_by_name() {
 }
 
 #[test]
-fn a_short_key_is_refused_and_none_is_shown() {
+fn short_keys_and_zeroes_are_refused() {
     for len in 0..MIN_KEY {
-        assert!(GuestKey::new(&vec![7; len]).is_err(), "{len} bytes");
+        let refused = GuestKey::new(&vec![7; len]).err();
+        assert_eq!(refused, Some(KeyError::TooShort(len)));
     }
-    for len in [MIN_KEY, 64, 65, 4096] {
-        let key = GuestKey::new(&vec![b'7'; len]).unwrap();
-        assert_eq!(format!("{key:?}"), "GuestKey");
+    for len in [MIN_KEY, 17, 32, 63, 64, 65, 4096] {
+        let mut bytes = vec![0; len];
+        let refused = GuestKey::new(&bytes).err();
+        assert_eq!(refused, Some(KeyError::Zeroes), "{len} bytes");
+        bytes[len - 1] = 1;
+        assert!(GuestKey::new(&bytes).is_ok(), "{len} bytes");
     }
+}
+
+#[test]
+fn a_newline_is_a_byte_of_the_key() {
+    let keys = [
+        &b"a key of 24 random bytes"[..],
+        b"a key of 24 random bytes\n",
+    ];
+    let [plain, with_newline] = keys.map(|bytes| {
+        let key = GuestKey::new(bytes).unwrap();
+        RequestWriter::new(&key, &nonce()).encode(&Request::End)
+    });
+    assert_ne!(plain, with_newline);
+}
+
+#[test]
+fn debug_output_has_no_secret() {
+    assert_eq!(format!("{:?}", key()), "GuestKey");
 }
 
 proptest! {

@@ -20,10 +20,14 @@
 //! A stream is for one endpoint, which ends with it. An agent that finds memory of an earlier one asks by `Query`, on a
 //! stream of its own, whether the daemon still uses it.
 //!
+//! A later minor version of the protocol changes no request and sends no new answer. It may have more reasons, and more
+//! fields behind those of an answer, which an older agent ignores.
+//!
 //! # Invariants
-//! - Requests of an agent without the key of the VM are refused before anything else in them is read.
+//! - Requests of an agent without the key of the VM are refused before anything behind the header is read.
 //! - No page is written before all have shown the value that follows from the nonce and their place in the list.
-//! - The agent gives no page back to its kernel before `Ended`.
+//! - The agent gives pages back to its kernel only after `Ended` for their attachment, or `Known` that says that it is
+//!   not in use.
 
 // - `wire`: the messages, pure functions;
 // - `key`: the key of a VM, and the tags of requests;

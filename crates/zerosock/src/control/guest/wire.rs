@@ -19,6 +19,8 @@
 //!   ahead.
 //! - The body of a request is looked at only behind a valid tag.
 
+use std::fmt;
+
 use zerosock_proto::Cid;
 use zerosock_ring::{Extent, ExtentError, MAX_REGIONS};
 
@@ -64,9 +66,15 @@ const OP_KNOWN: u16 = 0x106;
 #[derive(Copy, Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct AttachmentId(pub [u8; ID_LEN]);
 
-/// What opens the doorbell of an attachment, once.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+/// What opens the doorbell of an attachment, once: a secret.
+#[derive(Copy, Clone, Eq, PartialEq)]
 pub struct Token(pub [u8; ID_LEN]);
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token")
+    }
+}
 
 /// A request to make an endpoint on these pages.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -116,7 +124,8 @@ pub enum Answer {
         /// Opens the doorbell.
         token: Token,
     },
-    /// A request was refused. Nothing of the attachment is in use.
+    /// A request was refused, and nothing of it is in use. Its pages may be in use by an earlier request, so an agent does
+    /// not give them back to its kernel before [`Ended`](Self::Ended) or [`Known(false)`](Self::Known).
     Refused(Refusal),
     /// The queues run.
     Started {
@@ -138,88 +147,53 @@ pub struct Refusal {
     pub index: u32,
 }
 
-/// Why the daemon has refused a request, or has ended an endpoint.
+/// Why the daemon has refused a request, or has ended an endpoint. A later minor version may have others than these.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-#[repr(u16)]
-pub enum Reason {
-    /// The agent has requested it.
-    Requested = 0,
-    /// The two sides speak different major versions.
-    VersionMismatch = 1,
-    /// The tag is wrong, or a page has not shown its value. The log of the daemon says which.
-    Failed = 2,
-    /// The request breaks the protocol.
-    BadRequest = 3,
-    /// Another endpoint has the CID.
-    CidTaken = 4,
-    /// Another endpoint has the name.
-    NameTaken = 5,
-    /// The VM may have no endpoint of this name.
-    NotPermitted = 6,
-    /// The VM has as many endpoints, or as much memory in them, as it may have.
-    Full = 7,
-    /// More extents than are taken.
-    TooManyExtents = 8,
-    /// An extent does not consist of whole huge pages.
-    Unaligned = 9,
-    /// An extent lies outside of the VM's memory.
-    Outside = 10,
-    /// An extent overlaps another one of the list.
-    Overlap = 11,
-    /// An extent belongs to another attachment.
-    InUse = 12,
-    /// The VM's own device does not run, or with several queue pairs.
-    NotReady = 13,
-    /// The rings do not lie in the pages.
-    Rings = 14,
-    /// A system call failed in the daemon.
-    ServerFailed = 15,
-    /// The guest's driver has reset the VM's device.
-    DeviceReset = 16,
-    /// The VM's front-end has disconnected.
-    FrontendGone = 17,
-    /// The pages are not in the VM's new memory, or have lost their values while the VM was stopped.
-    MemoryChanged = 18,
-    /// Memory of the VM has vanished.
-    MemoryLost = 19,
-    /// The doorbell was closed.
-    DoorbellClosed = 20,
-    /// A ring is broken.
-    RingBroken = 21,
-    /// The daemon ends, or the VM or the option was removed.
-    Removed = 22,
+pub struct Reason(pub u16);
+
+/// Makes a constant and a text of each reason.
+macro_rules! reasons {
+    ($($name:ident = $number:literal: $text:literal,)*) => {
+        impl Reason {
+            $(#[doc = $text] pub const $name: Reason = Reason($number);)*
+        }
+
+        impl fmt::Display for Reason {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match *self {
+                    $(Reason::$name => f.write_str($text),)*
+                    Reason(number) => write!(f, "reason {number} of a later version"),
+                }
+            }
+        }
+    };
 }
 
-impl Reason {
-    /// All reasons, in the order of their numbers.
-    pub const ALL: [Reason; 23] = {
-        use Reason::*;
-        [
-            Requested,
-            VersionMismatch,
-            Failed,
-            BadRequest,
-            CidTaken,
-            NameTaken,
-            NotPermitted,
-            Full,
-            TooManyExtents,
-            Unaligned,
-            Outside,
-            Overlap,
-            InUse,
-            NotReady,
-            Rings,
-            ServerFailed,
-            DeviceReset,
-            FrontendGone,
-            MemoryChanged,
-            MemoryLost,
-            DoorbellClosed,
-            RingBroken,
-            Removed,
-        ]
-    };
+reasons! {
+    REQUESTED = 0: "requested by the agent",
+    VERSION_MISMATCH = 1: "the two sides speak different major versions",
+    FAILED = 2: "the tag is wrong, or a page has not shown its value: the log of the daemon says which",
+    BAD_REQUEST = 3: "the request breaks the protocol",
+    CID_TAKEN = 4: "another endpoint has the CID",
+    NAME_TAKEN = 5: "another endpoint has the name",
+    NOT_PERMITTED = 6: "the VM may have no endpoint of this name",
+    FULL = 7: "the VM has as many endpoints, or as much memory in them, as it may have",
+    TOO_MANY_EXTENTS = 8: "more extents than are taken",
+    UNALIGNED = 9: "an extent does not consist of whole huge pages",
+    OUTSIDE = 10: "an extent lies outside of the VM's memory",
+    OVERLAP = 11: "an extent overlaps another one of the list",
+    IN_USE = 12: "an extent belongs to another attachment",
+    NOT_READY = 13: "the VM's own device does not run, or with several queue pairs",
+    RINGS = 14: "the rings do not lie in the pages",
+    SERVER_FAILED = 15: "a system call failed in the daemon",
+    DEVICE_RESET = 16: "the guest's driver has reset the VM's device",
+    FRONTEND_GONE = 17: "the VM's front-end has disconnected",
+    MEMORY_CHANGED = 18: "the pages are not in the VM's new memory, or have lost their values while the VM was stopped",
+    MEMORY_LOST = 19: "memory of the VM has vanished",
+    DOORBELL_CLOSED = 20: "the doorbell was closed",
+    RING_BROKEN = 21: "a ring is broken",
+    REMOVED = 22: "the daemon ends, or the VM or the option was removed",
+    ATTACHMENT_IN_USE = 23: "another request has named this attachment, and its pages may be in use",
 }
 
 impl From<Reason> for Refusal {
@@ -231,12 +205,12 @@ impl From<Reason> for Refusal {
 impl From<ExtentError> for Refusal {
     fn from(error: ExtentError) -> Refusal {
         let (reason, index) = match error {
-            ExtentError::TooMany { .. } => (Reason::TooManyExtents, 0),
-            ExtentError::Unaligned { index, .. } => (Reason::Unaligned, index),
-            ExtentError::Outside { index, .. } => (Reason::Outside, index),
-            ExtentError::Overlap { second, .. } => (Reason::Overlap, second),
-            ExtentError::ZeroLength { index } => (Reason::BadRequest, index),
-            _ => (Reason::BadRequest, 0),
+            ExtentError::TooMany { .. } => (Reason::TOO_MANY_EXTENTS, 0),
+            ExtentError::Unaligned { index, .. } => (Reason::UNALIGNED, index),
+            ExtentError::Outside { index, .. } => (Reason::OUTSIDE, index),
+            ExtentError::Overlap { second, .. } => (Reason::OVERLAP, second),
+            ExtentError::ZeroLength { index } => (Reason::BAD_REQUEST, index),
+            _ => (Reason::BAD_REQUEST, 0),
         };
         let index = u32::try_from(index).unwrap_or(u32::MAX);
         Refusal { reason, index }
@@ -278,9 +252,9 @@ impl WireError {
     /// The answer to a request that has this error.
     pub fn refusal(self) -> Refusal {
         Refusal::from(match self {
-            WireError::Version(_) => Reason::VersionMismatch,
-            WireError::Tag => Reason::Failed,
-            _ => Reason::BadRequest,
+            WireError::Version(_) => Reason::VERSION_MISMATCH,
+            WireError::Tag => Reason::FAILED,
+            _ => Reason::BAD_REQUEST,
         })
     }
 }
@@ -437,7 +411,7 @@ pub fn encode_answer(answer: &Answer) -> Vec<u8> {
             OP_ACCEPTED
         }
         Answer::Refused(Refusal { reason, index }) => {
-            body.extend((*reason as u16).to_le_bytes());
+            body.extend(reason.0.to_le_bytes());
             body.extend([0; 2]);
             body.extend(index.to_le_bytes());
             OP_REFUSED
@@ -447,7 +421,7 @@ pub fn encode_answer(answer: &Answer) -> Vec<u8> {
             OP_STARTED
         }
         Answer::Ended(reason) => {
-            body.extend((*reason as u16).to_le_bytes());
+            body.extend(reason.0.to_le_bytes());
             OP_ENDED
         }
         Answer::Known(known) => {
@@ -491,7 +465,7 @@ fn answer(operation: u16, mut body: Fields<'_>) -> Option<Answer> {
             Answer::Accepted { cid, token }
         }
         OP_REFUSED => {
-            let reason = body.reason()?;
+            let reason = Reason(body.u16()?);
             body.zero::<2>()?;
             let index = body.u32()?;
             Answer::Refused(Refusal { reason, index })
@@ -499,7 +473,7 @@ fn answer(operation: u16, mut body: Fields<'_>) -> Option<Answer> {
         OP_STARTED => Answer::Started {
             features: body.u64()?,
         },
-        OP_ENDED => Answer::Ended(body.reason()?),
+        OP_ENDED => Answer::Ended(Reason(body.u16()?)),
         OP_KNOWN => match body.array()? {
             [known @ (0 | 1)] => Answer::Known(known == 1),
             _ => return None,
@@ -581,10 +555,6 @@ impl<'a> Fields<'a> {
     /// Bytes that have to be zero.
     fn zero<const N: usize>(&mut self) -> Option<()> {
         (self.array()? == [0; N]).then_some(())
-    }
-
-    fn reason(&mut self) -> Option<Reason> {
-        Reason::ALL.get(usize::from(self.u16()?)).copied()
     }
 
     fn u16(&mut self) -> Option<u16> {

@@ -85,7 +85,8 @@ fn answers() -> Vec<Answer> {
         Answer::Known(true),
         Answer::Known(false),
     ];
-    for reason in Reason::ALL {
+    // Those that have a name, and those of a later version.
+    for reason in (0..40).chain([0x1700, u16::MAX]).map(Reason) {
         answers.push(Answer::Refused(Refusal { reason, index: 7 }));
         answers.push(Answer::Ended(reason));
     }
@@ -172,7 +173,7 @@ fn an_answer_has_the_documented_layout() {
         ),
         (
             Answer::Refused(Refusal {
-                reason: Reason::Outside,
+                reason: Reason::OUTSIDE,
                 index: 258,
             }),
             0x103,
@@ -183,7 +184,7 @@ fn an_answer_has_the_documented_layout() {
             0x104,
             vec![3, 0, 0, 0, 0, 0, 0, 0],
         ),
-        (Answer::Ended(Reason::FrontendGone), 0x105, vec![17, 0]),
+        (Answer::Ended(Reason::FRONTEND_GONE), 0x105, vec![17, 0]),
         (Answer::Known(true), 0x106, vec![1]),
     ];
     for (answer, operation, body) in layouts {
@@ -192,9 +193,6 @@ fn an_answer_has_the_documented_layout() {
             message(operation, &body),
             "{answer:?}"
         );
-    }
-    for (number, reason) in Reason::ALL.into_iter().enumerate() {
-        assert_eq!(reason as usize, number);
     }
 }
 
@@ -460,7 +458,7 @@ fn bad_bodies_are_refused() {
 
 #[test]
 fn bad_answers_are_refused() {
-    let cases: [(u16, &[u8]); 16] = [
+    let cases: [(u16, &[u8]); 12] = [
         (0x101, &[0; 31]),
         (0x102, &[0; 24]),
         (
@@ -482,13 +480,9 @@ fn bad_answers_are_refused() {
             ],
         ),
         (0x103, &[0; 6]),
-        (0x103, &[23, 0, 0, 0, 0, 0, 0, 0]),
         (0x103, &[1, 0, 1, 0, 0, 0, 0, 0]),
         (0x103, &[1, 0, 0, 0, 0, 0, 0]),
         (0x104, &[0; 7]),
-        (0x105, &[23, 0]),
-        (0x105, &[0xff, 0xff]),
-        (0x105, &[0, 1]),
         (0x105, &[1]),
         (0x106, &[2]),
         (0x106, &[]),
@@ -511,34 +505,52 @@ fn errors_are_answered_by_name() {
     use ExtentError::*;
     let refusal = |reason, index| Refusal { reason, index };
     for (error, reason, index) in [
-        (TooMany { count: 513 }, Reason::TooManyExtents, 0),
-        (Unaligned { index: 3, addr: 1 }, Reason::Unaligned, 3),
-        (Outside { index: 4, addr: 0 }, Reason::Outside, 4),
+        (TooMany { count: 513 }, Reason::TOO_MANY_EXTENTS, 0),
+        (Unaligned { index: 3, addr: 1 }, Reason::UNALIGNED, 3),
+        (Outside { index: 4, addr: 0 }, Reason::OUTSIDE, 4),
         (
             Overlap {
                 first: 1,
                 second: 5,
             },
-            Reason::Overlap,
+            Reason::OVERLAP,
             5,
         ),
-        (ZeroLength { index: 6 }, Reason::BadRequest, 6),
-        (NoExtents, Reason::BadRequest, 0),
+        (ZeroLength { index: 6 }, Reason::BAD_REQUEST, 6),
+        (NoExtents, Reason::BAD_REQUEST, 0),
     ] {
         assert_eq!(Refusal::from(error), refusal(reason, index), "{error}");
     }
     for (error, reason) in [
-        (WireError::Tag, Reason::Failed),
+        (WireError::Tag, Reason::FAILED),
         (
             WireError::Version(Version::default()),
-            Reason::VersionMismatch,
+            Reason::VERSION_MISMATCH,
         ),
-        (WireError::NotThisProtocol, Reason::BadRequest),
-        (WireError::Malformed(1), Reason::BadRequest),
-        (WireError::Operation(7), Reason::BadRequest),
+        (WireError::NotThisProtocol, Reason::BAD_REQUEST),
+        (WireError::Malformed(1), Reason::BAD_REQUEST),
+        (WireError::Operation(7), Reason::BAD_REQUEST),
     ] {
         assert_eq!(error.refusal(), refusal(reason, 0), "{error}");
     }
+}
+
+/// An agent that gives no page back before it can read this would keep them for ever.
+#[test]
+fn an_end_for_a_reason_of_a_later_version_is_an_end() {
+    let reason = |number: u16| {
+        let bytes = message(OP_ENDED, &number.to_le_bytes());
+        match decode_answer(&bytes) {
+            Ok(Some((Answer::Ended(reason), 18))) => reason,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(reason(0x1700), Reason(0x1700));
+    let text = "reason 5888 of a later version";
+    assert_eq!(reason(0x1700).to_string(), text);
+    assert_eq!(reason(0), Reason::REQUESTED);
+    let text = "another request has named this attachment, and its pages may be in use";
+    assert_eq!(reason(23).to_string(), text);
 }
 
 #[test]
@@ -572,6 +584,7 @@ fn a_newline_is_a_byte_of_the_key() {
 #[test]
 fn debug_output_has_no_secret() {
     assert_eq!(format!("{:?}", key()), "GuestKey");
+    assert_eq!(format!("{:?}", Token([5; 16])), "Token");
 }
 
 proptest! {

@@ -7,7 +7,7 @@
 use core::ops::Range;
 
 use sha2::{Digest, Sha256};
-use zerosock_ring::Memory;
+use zerosock_ring::{Memory, Piece};
 
 use super::key::Nonce;
 
@@ -15,7 +15,10 @@ use super::key::Nonce;
 pub const PAGE: u64 = 4096;
 /// Bytes of a value.
 pub const VALUE_LEN: usize = 16;
-/// Where the value lies in its page: at the end, so that no word of a ring's index lies there.
+/// Where the value lies in its page: in the last bytes. A driver leaves the last cache line of each huge page free
+/// ([`Plan::of_huge_pages`](zerosock_vhost_user::frontend::Plan::of_huge_pages)), so no ring and no buffer has the place
+/// of the last value in a huge page. There the daemon can find out, after the VM was stopped, whether it still is the
+/// same page.
 pub const VALUE_AT: u64 = PAGE - VALUE_LEN as u64;
 /// With nonce and number it fits one block of the hash.
 const LABEL: &[u8] = b"zerosock page\0";
@@ -51,21 +54,20 @@ pub fn find_wrong_page(memory: &Memory, nonce: &Nonce, pages: Range<u64>) -> Opt
 /// The first page whose value does not lie in the memory, or for which `is_right` is false.
 fn find_page(
     memory: &Memory,
-    mut pages: Range<u64>,
-    is_right: impl Fn(&[zerosock_ring::Piece], u64) -> bool,
+    pages: Range<u64>,
+    is_right: impl Fn(&[Piece], u64) -> bool,
 ) -> Option<u64> {
     let mut pieces = Vec::new();
-    pages.find(|&number| {
+    for number in pages {
         pieces.clear();
-        let addr = number
-            .checked_mul(PAGE)
-            .and_then(|at| at.checked_add(VALUE_AT));
-        let found = addr.is_some_and(|addr| {
-            let translated = memory.translate(addr, VALUE_LEN as u32, &mut pieces);
-            translated.is_ok()
-        });
-        !found || !is_right(&pieces, number)
-    })
+        // Instead of wrapping it becomes the last address, where no value fits.
+        let addr = number.saturating_mul(PAGE).saturating_add(VALUE_AT);
+        let translated = memory.translate(addr, VALUE_LEN as u32, &mut pieces);
+        if translated.is_err() || !is_right(&pieces, number) {
+            return Some(number);
+        }
+    }
+    None
 }
 
 #[cfg(test)]

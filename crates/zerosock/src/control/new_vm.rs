@@ -91,6 +91,7 @@ impl NewVm {
             process: false,
             account: self.programs.clone(),
             stopped_timeout: self.stopped_timeout,
+            guests: None,
         })
     }
 

@@ -11,6 +11,7 @@ use zerosock_sys::account::Account;
 use zerosock_vhost_user::{DeviceModel, DevicePort};
 use zerosock_virtio::outbox::DeviceAddr;
 
+use super::guest_orders::GuestReports;
 use super::model::VsockModel;
 use super::queue_pair_ports::QueuePairPorts;
 use super::traffic::TrafficBoard;
@@ -47,6 +48,8 @@ pub(crate) struct Member {
     pub(crate) account: Account,
     /// The longest stop of the queues that connections outlast; `None`: any.
     pub(crate) stopped_timeout: Option<Duration>,
+    /// Set if the guest may register endpoints: where the first queue pair reports.
+    pub(crate) guests: Option<GuestReports>,
 }
 
 impl Terms {
@@ -60,6 +63,7 @@ impl Terms {
             process,
             account,
             stopped_timeout,
+            guests: _,
         } = member;
         let ports = Arc::new(PortTable::new());
         let access_log = Arc::new(LogLimit::new(ACCESS_LINES));

@@ -26,6 +26,7 @@
 //! - `traffic`: what each device has counted, for reports;
 //! - `teardown`: the end of all connections, in parts; `stopped`: their end after a long stop;
 //! - `virtio`: turns, events and commands of the VMM;
+//! - `guest_orders`: what the control thread orders about guest endpoints, and what it is told;
 //! - `queue_pairs`: a device with several queue pairs;
 //! - `state`: the data that all of these work on, in types with their own invariants.
 //!
@@ -55,6 +56,7 @@ mod guest_backlog_random_tests;
 #[cfg(test)]
 mod guest_backlog_tests;
 mod guest_bridges;
+pub(crate) mod guest_orders;
 pub(crate) mod half;
 mod handshakes;
 pub(crate) mod host_sockets;

@@ -269,6 +269,8 @@ impl GuestBridges<'_, '_> {
                 .datagrams_with(self.cx)
                 .association_dialed(to, outcome),
             SiblingMessage::Lost => self.device.announce_reset = true,
+            // Carried out by devices of VMs that may have guest endpoints.
+            SiblingMessage::Guest(_) => {}
         }
     }
 

@@ -116,6 +116,7 @@ impl Harness {
                 process: false,
                 account: Budget::unlimited().account(),
                 stopped_timeout: None,
+                guests: None,
             };
             let queue_pairs: Arc<[DeviceAddr]> = Arc::new([addr]);
             let [mut device] = terms.devices(&queue_pairs, member).try_into().unwrap();

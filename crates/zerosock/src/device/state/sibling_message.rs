@@ -17,6 +17,7 @@ use zerosock_virtio::outbox::DeviceAddr;
 
 use super::host::{Caller, Client};
 use super::peer::Peer;
+use crate::device::guest_orders::GuestOrder;
 use crate::device::host_sockets::{HostSocket, Refusal};
 use crate::device::outbound::HeldChain;
 use crate::table::sockets::MessageEnd;
@@ -93,6 +94,9 @@ pub(crate) enum SiblingMessage {
     Call { caller: Box<Caller>, local: Port },
     /// To the first queue pair: the driver has connections that the device does not know.
     Lost,
+
+    /// From the control thread, to the first queue pair of a VM: what to do with a guest endpoint.
+    Guest(Box<GuestOrder>),
 
     /// A datagram or flow-control packet for the peer's guest. Return the chain at once.
     Datagram(SiblingDatagram),
@@ -182,6 +186,8 @@ impl SiblingMessage {
             | SiblingMessage::Dialed { .. }
             | SiblingMessage::DialedDatagrams { .. }
             | SiblingMessage::Lost
+            // The control thread has removed the device itself.
+            | SiblingMessage::Guest(_)
             | SiblingMessage::DatagramDone { .. }
             | SiblingMessage::DatagramControl(_)
             | SiblingMessage::Refused { .. }

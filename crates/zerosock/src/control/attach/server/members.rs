@@ -245,6 +245,7 @@ impl Server {
             service: service.map(|block| AddressSlot::sources(block).1),
             process: true,
             stopped_timeout: None,
+            guests: None,
             account: account.clone(),
         };
         let (number, notice) = frontends.notice();

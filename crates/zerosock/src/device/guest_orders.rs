@@ -1,0 +1,90 @@
+//! What the control thread orders the device of a VM to do with guest endpoints, and what that device reports.
+//!
+//! The device of a VM is the front-end of the guest endpoints of this VM: it checks their pages, and starts, stops and
+//! ends their devices, which run on its worker. The control thread speaks with the agents, decides which endpoints there
+//! may be, and adds and removes their devices.
+//!
+//! # Invariants
+//! - Orders and reports for one attachment keep their order.
+//! - Each `Check` is answered by `Checked`, and each attachment that was checked without a fault ends with one `Ended`,
+//!   whatever happens to the VM. Only the removal of the VM's device ends it without.
+//! - Behind `Ended` nothing of the attachment is in use: not its pages, its endpoint's device, or its token.
+
+use std::fmt;
+use std::sync::Arc;
+
+use zerosock_proto::Cid;
+use zerosock_ring::Extent;
+use zerosock_sys::PeerFd;
+use zerosock_virtio::outbox::DeviceAddr;
+
+use crate::control::guest::key::Nonce;
+use crate::control::guest::wire::{self, Reason, Refusal, Token};
+
+/// The number of an attachment in this daemon. Never reused.
+#[derive(Copy, Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub(crate) struct AttachmentKey(pub(crate) u64);
+
+/// An order of the control thread.
+#[derive(Debug)]
+pub(crate) enum GuestOrder {
+    /// Check that the extents lie in the VM's memory and in no other attachment, and that every page has its value. The
+    /// answer is `Checked`.
+    Check {
+        key: AttachmentKey,
+        extents: Vec<Extent>,
+        nonce: Nonce,
+    },
+    /// The device of this endpoint, on the same worker, was added, and the doorbell with this token may be opened. Has
+    /// no answer. For an attachment that was checked without a fault.
+    Accept {
+        key: AttachmentKey,
+        device: DeviceAddr,
+        token: Token,
+    },
+    /// Start the queues of an attachment that was accepted. The answer is `Started`, or `Ended` with the reason.
+    Start {
+        key: AttachmentKey,
+        start: wire::Start,
+    },
+    /// End the attachment, at any stage. The answer is `Ended`, unless it was sent already.
+    End { key: AttachmentKey, reason: Reason },
+}
+
+/// A report of the device of a VM.
+#[derive(Debug)]
+pub(crate) enum GuestEvent {
+    /// A process of the guest, from a port below 1024, has opened a stream to the registration port.
+    Stream(PeerFd),
+    /// The bytes of the extents, or why they are refused. Behind a refusal the key is unknown.
+    Checked {
+        key: AttachmentKey,
+        result: Result<u64, Refusal>,
+    },
+    /// The queues run.
+    Started { key: AttachmentKey },
+    /// The pages are not touched any more, and never will be. The endpoint's device may be removed.
+    Ended { key: AttachmentKey, reason: Reason },
+}
+
+/// Where the devices of VMs report. A call never blocks, and is made on the worker of the device.
+#[derive(Clone)]
+pub(crate) struct GuestReports(Arc<dyn Fn(Cid, GuestEvent) + Send + Sync>);
+
+impl GuestReports {
+    /// Reports are passed to `report`, with the CID of the VM.
+    pub(crate) fn new(report: impl Fn(Cid, GuestEvent) + Send + Sync + 'static) -> GuestReports {
+        GuestReports(Arc::new(report))
+    }
+
+    /// Reports an event of the VM with this CID.
+    pub(crate) fn send(&self, cid: Cid, event: GuestEvent) {
+        (self.0)(cid, event);
+    }
+}
+
+impl fmt::Debug for GuestReports {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("GuestReports")
+    }
+}

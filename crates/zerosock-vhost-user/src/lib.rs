@@ -30,6 +30,7 @@ pub mod codec;
 pub mod fds;
 pub mod frontend;
 mod frontends;
+mod link;
 pub mod liveness;
 mod mailbox;
 mod model;
@@ -48,8 +49,9 @@ use zerosock_sys::account::Account;
 use zerosock_sys::notify::CallFd;
 
 pub use self::frontends::{ControlExtension, FrontendRegistry};
+pub use self::link::FrontendLink;
 pub use self::mailbox::Notice;
-pub use self::mailbox::{DeviceReply, FrontendLink, Reply};
+pub use self::mailbox::{DeviceReply, Reply};
 pub use self::model::{ConfigWrite, DeviceModel};
 pub use self::stats::FaultCounts;
 pub use self::stats::{ControlStats, FrontendFault};

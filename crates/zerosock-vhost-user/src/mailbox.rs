@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -101,6 +101,8 @@ enum Destination {
     },
     /// One part of a reply that was split.
     Part(Arc<SplitReply>),
+    /// A front-end in this process. `None` once it was called.
+    Callback(Option<Box<dyn FnOnce(DeviceReply) + Send>>),
     /// A test.
     Channel(mpsc::Sender<DeviceReply>),
 }
@@ -121,6 +123,15 @@ impl Reply {
                 vm,
                 sequence,
             },
+            answered: false,
+        }
+    }
+
+    /// A reply whose answer is passed to `answer`, for a front-end in this process. It is called once, by the thread
+    /// that answers or drops the reply, so it must not block.
+    pub fn to(answer: impl FnOnce(DeviceReply) + Send + 'static) -> Reply {
+        Reply {
+            destination: Destination::Callback(Some(Box::new(answer))),
             answered: false,
         }
     }
@@ -176,7 +187,7 @@ impl Reply {
 
     fn answer(&mut self, reply: DeviceReply) {
         self.answered = true;
-        match &self.destination {
+        match &mut self.destination {
             Destination::Control {
                 sender,
                 vm,
@@ -187,6 +198,11 @@ impl Reply {
                 reply,
             }),
             Destination::Part(split) => split.answer(reply),
+            Destination::Callback(callback) => {
+                if let Some(callback) = callback.take() {
+                    callback(reply);
+                }
+            }
             // The receiver may be gone.
             Destination::Channel(sender) => drop(sender.send(reply)),
         }
@@ -232,69 +248,9 @@ impl fmt::Debug for Reply {
                 .field("sequence", sequence)
                 .finish(),
             Destination::Part(_) => f.write_str("Reply(part)"),
+            Destination::Callback(_) => f.write_str("Reply(callback)"),
             Destination::Channel(_) => f.write_str("Reply(test)"),
         }
-    }
-}
-
-/// A worker's handle on one connection of a front-end.
-#[derive(Clone)]
-pub struct FrontendLink {
-    sender: MailSender,
-    vm: usize,
-    connection: u64,
-    /// Set when the device was lost during this connection and the loss reported. Shared by the
-    /// queue pairs.
-    lost: Arc<AtomicBool>,
-}
-
-impl FrontendLink {
-    pub(super) fn new(sender: MailSender, vm: usize, connection: u64) -> FrontendLink {
-        FrontendLink {
-            sender,
-            vm,
-            connection,
-            lost: Arc::default(),
-        }
-    }
-
-    /// Records that the device is lost. Returns true to the first caller, which reports the loss.
-    pub fn note_loss(&self) -> bool {
-        !self.lost.swap(true, Ordering::Relaxed)
-    }
-
-    /// Closes the connection; `reason` goes to the log. The worker then gets `Disconnected`. Has no
-    /// effect if this connection has ended. Never blocks.
-    pub fn close(&self, reason: impl fmt::Display) {
-        self.sender.send(Mail::Close {
-            vm: self.vm,
-            connection: self.connection,
-            reason: reason.to_string(),
-        });
-    }
-
-    /// Changes the configuration space from `offset` on, until the driver changes its features or
-    /// resets the device. `notify`: the driver is notified, if the front-end has a back-end request
-    /// channel. Has no effect if this connection has ended. Never blocks.
-    pub fn change_config(&self, offset: usize, bytes: &[u8], notify: bool) {
-        self.sender.send(Mail::ConfigChange {
-            vm: self.vm,
-            connection: self.connection,
-            change: ConfigChange {
-                offset,
-                bytes: bytes.to_vec(),
-                notify,
-            },
-        });
-    }
-}
-
-impl fmt::Debug for FrontendLink {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FrontendLink")
-            .field("vm", &self.vm)
-            .field("connection", &self.connection)
-            .finish()
     }
 }
 
@@ -316,5 +272,32 @@ impl Notice {
 impl Drop for Notice {
     fn drop(&mut self) {
         self.sender.send(Mail::Notice(self.number));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A front-end that waits for an answer must not wait for ever.
+    #[test]
+    fn a_callback_gets_the_answer_or_learns_that_the_reply_was_dropped() {
+        let (sender, answers) = mpsc::channel();
+        let reply = || {
+            let sender = sender.clone();
+            Reply::to(move |answer| sender.send(answer).unwrap())
+        };
+        reply().base(7);
+        assert_eq!(answers.try_recv(), Ok(DeviceReply::Base(7)));
+        drop(reply());
+        let dropped = answers.try_recv().unwrap();
+        assert!(matches!(dropped, DeviceReply::Failed(_)), "{dropped:?}");
+        // Once each.
+        assert!(answers.try_recv().is_err());
+        let [first, second] = reply().split(2).collect::<Vec<_>>().try_into().unwrap();
+        first.done();
+        assert!(answers.try_recv().is_err());
+        second.done();
+        assert_eq!(answers.try_recv(), Ok(DeviceReply::Done));
     }
 }

@@ -29,7 +29,8 @@ use zerosock_sys::{LogLimit, PeerFd, fd_passing};
 
 use self::connection::{Connection, Driver, has_hung_up, peer};
 use super::codec::{DecodeError, Decoder, encode_config_change};
-use super::mailbox::{ConfigChange, FrontendLink, MailSender, Reply};
+use super::link::FrontendLink;
+use super::mailbox::{ConfigChange, MailSender, Reply};
 use super::session::{Outcome, Session, Step};
 use super::stats::{Counters, FrontendFault};
 use super::{DeviceCommand, DeviceModel, DevicePort, DeviceReply, FrontendSocket, VmSpec};

@@ -512,6 +512,13 @@ impl Memory {
         parent.map_or_else(|| self.size(), |parent| parent.memory.kept_size())
     }
 
+    /// The [`id`](Self::id) of the memory whose mapping this one has: its own, or for a memory of extents that of the
+    /// memory whose mapping it keeps.
+    pub fn mapping_id(&self) -> u64 {
+        let parent = self.parent.as_ref();
+        parent.map_or(self.id, |parent| parent.memory.mapping_id())
+    }
+
     /// A number that no other memory of this process has or had.
     #[inline]
     pub fn id(&self) -> u64 {

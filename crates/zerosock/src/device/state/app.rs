@@ -79,13 +79,16 @@ impl Store for QueueStore<'_> {
     }
 }
 
-/// Replaced memory tables, and the bytes that each keeps mapped.
+/// Replaced memory tables, with the mapping that each keeps, by its number, and the bytes of it.
 #[derive(Debug, Default)]
-pub(in crate::device) struct OldMemory(Vec<(Weak<Memory>, u64)>);
+pub(in crate::device) struct OldMemory(Vec<(Weak<Memory>, u64, u64)>);
 
 impl OldMemory {
     pub(in crate::device) fn track(&mut self, memory: &Arc<Memory>) {
-        self.0.push((Arc::downgrade(memory), memory.kept_size()));
+        let (mapping, size) = (memory.mapping_id(), memory.kept_size());
+        self.0.push((Arc::downgrade(memory), mapping, size));
+        // Memories of extents can share a mapping, which counts once.
+        self.0.sort_unstable_by_key(|&(_, mapping, _)| mapping);
     }
 
     pub(in crate::device) fn is_empty(&self) -> bool {
@@ -94,8 +97,10 @@ impl OldMemory {
 
     /// Bytes of the tables that are still mapped.
     pub(in crate::device) fn alive(&mut self) -> u64 {
-        self.0.retain(|(memory, _)| memory.strong_count() > 0);
-        self.0.iter().map(|(_, size)| *size).sum()
+        self.0.retain(|(memory, ..)| memory.strong_count() > 0);
+        let mappings = self.0.chunk_by(|(_, a, _), (_, b, _)| a == b);
+        let sizes = mappings.filter_map(|of_one| of_one.first().map(|(.., size)| *size));
+        sizes.sum()
     }
 }
 

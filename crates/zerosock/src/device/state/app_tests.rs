@@ -22,9 +22,18 @@ fn old_memory_of_extents_counts_as_its_parent_until_it_is_dropped() {
         len: Extent::HUGE_PAGE,
     };
     let memory = Arc::new(Memory::of_extents(&parent, &[page]).unwrap());
+    let next = Extent {
+        addr: Extent::HUGE_PAGE,
+        ..page
+    };
+    let second = Arc::new(Memory::of_extents(&parent, &[next]).unwrap());
     let mut old = OldMemory::default();
     old.track(&memory);
+    old.track(&second);
     drop(parent);
+    // One mapping.
+    assert_eq!(old.alive(), len);
+    drop(second);
     assert_eq!(old.alive(), len);
     drop(memory);
     assert_eq!(old.alive(), 0);

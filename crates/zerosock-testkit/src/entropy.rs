@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use zerosock_virtio::command::{self, VirtioDevice};
+use zerosock_virtio::command::{self, QueueStarted, VirtioDevice};
 use zerosock_virtio::device::{Context, Event, Message, WorkerDevice};
 use zerosock_virtio::mailbox::{Mailbox, Sender};
 use zerosock_virtio::outbox::{DeviceAddr, Outbox};
@@ -154,7 +154,7 @@ impl VirtioDevice for Entropy {
         // The rings get theirs with their configuration.
     }
 
-    fn queue_started(&mut self, _: u16, _: bool, cx: &mut Context<'_, Self>) {
+    fn queue_started(&mut self, _: u16, _: QueueStarted, cx: &mut Context<'_, Self>) {
         cx.shared.starts.fetch_add(1, Ordering::Relaxed);
     }
 

@@ -46,11 +46,14 @@ pub trait VirtioDevice: WorkerDevice {
         let _ = config;
     }
 
-    /// Queue `index` runs from now on. `resumed`: it is the first queue of this front-end that
-    /// continues at a base other than zero, and was not stopped here: its driver has used an earlier
-    /// device.
-    fn queue_started(&mut self, index: u16, resumed: bool, cx: &mut Context<'_, Self>) {
-        let _ = (index, resumed, cx);
+    /// Queue `index` runs from now on.
+    fn queue_started(&mut self, index: u16, started: QueueStarted, cx: &mut Context<'_, Self>) {
+        let _ = (index, started, cx);
+    }
+
+    /// The front-end has replaced the log of written pages ([`QueueSet::log`]), or turned it on or off.
+    fn log_changed(&mut self, cx: &mut Context<'_, Self>) {
+        let _ = cx;
     }
 
     /// Sends a RARP broadcast with this MAC address.
@@ -101,6 +104,18 @@ pub trait VirtioDevice: WorkerDevice {
     }
 }
 
+/// How a queue has started: see [`VirtioDevice::queue_started`].
+#[derive(Clone, Copy, Debug)]
+pub struct QueueStarted {
+    /// It is the first queue of this front-end that continues at a base other than zero, and was not
+    /// stopped here: its driver has used an earlier device.
+    pub resumed: bool,
+    /// The index of its first available entry.
+    pub base: u16,
+    /// The base that was answered when this device stopped it; `None`: this device has not run it before.
+    pub stopped_at: Option<u16>,
+}
+
 /// Carries out `command`; answers through `reply`, possibly later.
 pub fn command<D: VirtioDevice>(
     device: &mut D,
@@ -135,10 +150,14 @@ pub fn command<D: VirtioDevice>(
             if !logs || queues.rings.running().next().is_none() {
                 device.set_features(features & !F_LOG_ALL);
             }
+            if logs {
+                device.log_changed(cx);
+            }
             reply.done();
         }
         DeviceCommand::SetLog(log) => {
             device.queues().set_log(log);
+            device.log_changed(cx);
             reply.done();
         }
         DeviceCommand::SetUsedLog { index, guest_addr } => {
@@ -279,7 +298,12 @@ fn start_queue<D: VirtioDevice>(
     }
     let is_new = config.base != 0 && stopped_at.is_none();
     let resumed = is_new && !std::mem::replace(&mut queues.has_resumed, true);
-    device.queue_started(index, resumed, cx);
+    let started = QueueStarted {
+        resumed,
+        base: config.base,
+        stopped_at,
+    };
+    device.queue_started(index, started, cx);
     Ok(())
 }
 

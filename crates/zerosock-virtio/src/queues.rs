@@ -207,6 +207,11 @@ impl<R: Rings> QueueSet<R> {
         self.is_resetting
     }
 
+    /// The log of written pages in which the device marks what it writes; `None`: logging is off.
+    pub fn log(&self) -> Option<Arc<DirtyLog>> {
+        self.logging.active()
+    }
+
     /// When [`finish`](crate::command::finish) is to be called, if a command waits.
     #[inline]
     pub fn next_timeout(&self) -> Option<Instant> {

@@ -3,7 +3,7 @@
 use zerosock_proto::Instant;
 use zerosock_vhost_user::{DeviceCommand, Reply};
 
-use crate::command::{self, VirtioDevice};
+use crate::command::{self, QueueStarted, VirtioDevice};
 use crate::device::{Context, Event, Message, WorkerDevice};
 use crate::outbox::{DeviceAddr, Outbox};
 use crate::queues::{QueueSet, Quiesced, Scope};
@@ -138,7 +138,8 @@ impl VirtioDevice for TestDevice {
         self.features = features;
     }
 
-    fn queue_started(&mut self, index: u16, resumed: bool, _: &mut Context<'_, Self>) {
+    fn queue_started(&mut self, index: u16, started: QueueStarted, _: &mut Context<'_, Self>) {
+        let resumed = started.resumed;
         self.calls.push(Call::Started { index, resumed });
     }
 

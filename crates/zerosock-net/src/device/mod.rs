@@ -31,7 +31,7 @@ use zerosock_proto::Instant;
 use zerosock_proto::wire::net::{self, Config, Header, Mac};
 use zerosock_ring::Memory;
 use zerosock_vhost_user::{DeviceCommand, Reply};
-use zerosock_virtio::command::{self, VirtioDevice};
+use zerosock_virtio::command::{self, QueueStarted, VirtioDevice};
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::device::{Context, Event, WorkerDevice};
 use zerosock_virtio::outbox::{DeviceAddr, Outbox};
@@ -571,8 +571,8 @@ impl<B: Backend> VirtioDevice for Device<B> {
 
     /// A driver that comes from another device, in a migration or after a restart, is to announce
     /// itself.
-    fn queue_started(&mut self, _: u16, resumed: bool, _: &mut Context<'_, Self>) {
-        if resumed && self.terms.announces {
+    fn queue_started(&mut self, _: u16, started: QueueStarted, _: &mut Context<'_, Self>) {
+        if started.resumed && self.terms.announces {
             self.ask_for_announcement(true);
         }
     }

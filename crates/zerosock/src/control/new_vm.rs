@@ -15,9 +15,9 @@ use zerosock_vhost_user::{DevicePort, FrontendSocket, VmSpec};
 
 use super::config::{HostSide, StartError, VmConfig, system};
 use super::registry::DeviceRegistry;
-use crate::device::HostAccess;
 use crate::device::factory::Member;
 use crate::device::host_sockets::forward;
+use crate::device::{DriverKind, HostAccess};
 
 /// See the [module](self). The fields are those of [`VmConfig`].
 #[derive(Debug)]
@@ -88,7 +88,7 @@ impl NewVm {
             host: self.take_host()?,
             buf_alloc: self.buf_alloc,
             service: None,
-            process: false,
+            driver: DriverKind::Vm,
             account: self.programs.clone(),
             stopped_timeout: self.stopped_timeout,
             guests: None,

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use zerosock_ring::Memory;
 
 use super::state::program::{App, HostToken};
-use super::{Context, Device};
+use super::{Context, Device, DriverKind};
 use crate::device::half::DeviceHalf;
 use crate::device::state::app::{AppState, NONE, QueueStore};
 use zerosock_virtio::ring::Ring;
@@ -40,7 +40,7 @@ impl Device {
     pub(super) fn app_pool(&mut self, app: &mut App) -> u32 {
         if self.app.pool == NONE {
             self.app.pool = app.take_pool(self.addr.number);
-            let trusted = self.process && app.trust_processes;
+            let trusted = self.driver == DriverKind::Process && app.trust_processes;
             app.sockets.trust_pool(self.app.pool, trusted);
         }
         self.app.pool

@@ -151,7 +151,7 @@ impl GuestBridges<'_, '_> {
         }
     }
 
-    fn host_accepted(&mut self, key: u32) {
+    pub(super) fn host_accepted(&mut self, key: u32) {
         let Some(bridge) = self.device.bridges.get_mut(key) else {
             return;
         };

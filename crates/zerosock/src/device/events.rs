@@ -2,6 +2,7 @@
 
 use super::ends::{end_host, end_other_side, stop_host};
 use super::forwarded::set_reason;
+use super::guest_ports::is_guest_port;
 use super::state::bridge::BridgePeer;
 use super::state::bridge_state::{BridgeAction, BridgeEvent};
 use super::state::flags::Flags;
@@ -81,6 +82,9 @@ impl Device {
         cx: &mut Context<'_>,
     ) {
         if local.cid == Cid::HOST {
+            if self.guests.is_some() && is_guest_port(local.port) {
+                return self.open_guest_port(flow, local.port, peer, socket_type, cx);
+            }
             if let Err(denial) = cx.shared.routes.admit(self.cid, local) {
                 self.deny(peer, local, denial, cx);
                 let _ = self.shard.reject(flow);
@@ -262,6 +266,7 @@ impl Device {
                 Timer::Idle(key) => self.bridges_with(cx).idle_timed_out(key),
                 Timer::EndSends => self.bridges_with(cx).sends_timed_out(),
                 Timer::Stopped => self.stop_timed_out(cx),
+                Timer::Guests => self.guests_timed_out(cx),
             }
         }
         if self.shard.poll_timeout().is_some_and(|t| t <= cx.now) {

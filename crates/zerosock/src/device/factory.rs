@@ -14,8 +14,9 @@ use zerosock_virtio::outbox::DeviceAddr;
 use super::guest_orders::GuestReports;
 use super::model::VsockModel;
 use super::queue_pair_ports::QueuePairPorts;
+use super::state::guests::Guests;
 use super::traffic::TrafficBoard;
-use super::{Device, HostAccess};
+use super::{Device, DriverKind, HostAccess};
 
 /// Resets that may wait for a receive buffer of the guest. Beyond them its packets are not read.
 const MAX_PENDING_RESETS: usize = 1024;
@@ -42,8 +43,7 @@ pub(crate) struct Member {
     pub(crate) buf_alloc: u32,
     /// Set for a host service: the ports it may connect from, beside those that it has claimed.
     pub(crate) service: Option<RangeInclusive<Port>>,
-    /// The driver is an attached process, not a VM.
-    pub(crate) process: bool,
+    pub(crate) driver: DriverKind,
     /// The account of its host programs.
     pub(crate) account: Account,
     /// The longest stop of the queues that connections outlast; `None`: any.
@@ -60,10 +60,10 @@ impl Terms {
             host,
             buf_alloc,
             service,
-            process,
+            driver,
             account,
             stopped_timeout,
-            guests: _,
+            guests,
         } = member;
         let ports = Arc::new(PortTable::new());
         let access_log = Arc::new(LogLimit::new(ACCESS_LINES));
@@ -76,12 +76,14 @@ impl Terms {
             .map(|((pair, &queue_pair), host)| {
                 let shard = self.shard(cid, buf_alloc, &ports);
                 let mut device = Device::new(queue_pair, cid, shard, host, service.clone());
-                device.process = process;
+                device.driver = driver;
                 device.set_queue_pair(pair, queue_pairs.clone());
                 device.set_account(account.clone());
                 device.stop.limit = stopped_timeout;
                 device.set_access_log(Arc::clone(&access_log));
                 device.set_traffic(self.traffic.enter(cid));
+                let reports = guests.clone().filter(|_| pair == 0);
+                device.guests = reports.map(|reports| Box::new(Guests::new(reports)));
                 device
             })
             .collect()

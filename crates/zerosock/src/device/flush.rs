@@ -15,7 +15,7 @@ use super::state::flags::Flags;
 use super::state::timers::{Timer, Timers};
 use super::virtio::BRIDGE;
 use super::zero_copy::{sends_of, slow_from};
-use super::{Context, Device};
+use super::{Context, Device, DriverKind};
 use crate::device::guest_bridges::GuestBridges;
 use crate::device::host_sockets;
 use crate::device::state::peer::Peer;
@@ -70,6 +70,7 @@ impl GuestBridges<'_, '_> {
             BridgePeer::Socket { .. } if bridge.messages.is_some() => self.flush_messages(key),
             BridgePeer::Socket { .. } => self.flush_socket(key),
             BridgePeer::Sibling(_) => self.flush_sibling(key),
+            BridgePeer::Doorbell(_) => self.doorbell_rung(key),
             _ => self.update_bridge(key),
         }
         if let (Some(before), Some(bridge)) = (lingers, self.device.bridges.get(key))
@@ -92,9 +93,10 @@ impl GuestBridges<'_, '_> {
             let held = bridge.outbound.held_chains() > 0;
             let wrote = if held {
                 // A process can exit at any time, and its last bytes are still to be delivered. So are those
-                // of connections for which there is no place to linger.
+                // of connections for which there is no place to linger. Pages of a guest endpoint are given back
+                // when its device has ended.
                 let by_copy = bridge.forwarded.is_none()
-                    || self.device.process
+                    || self.device.driver != DriverKind::Vm
                     || self.device.queues.is_command_pending()
                     || self.device.lingering.len() >= self.cx.shared.limits.lingering / 2;
                 let Some(tx) = self.device.queues.rings.tx.as_ref() else {

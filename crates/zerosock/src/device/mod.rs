@@ -26,7 +26,8 @@
 //! - `traffic`: what each device has counted, for reports;
 //! - `teardown`: the end of all connections, in parts; `stopped`: their end after a long stop;
 //! - `virtio`: turns, events and commands of the VMM;
-//! - `guest_orders`: what the control thread orders about guest endpoints, and what it is told;
+//! - `guests`, `guest_commands`, `guest_orders`: endpoints on pages of the guest, which the device of the VM
+//!   checks, starts, stops and ends; `guest_ports`, `doorbell`: the two ports of the host for them;
 //! - `queue_pairs`: a device with several queue pairs;
 //! - `state`: the data that all of these work on, in types with their own invariants.
 //!
@@ -44,6 +45,9 @@ mod callers;
 mod connecting;
 mod connection_log;
 pub(crate) mod datagrams;
+mod doorbell;
+#[cfg(test)]
+mod doorbell_tests;
 mod ends;
 mod events;
 pub(crate) mod factory;
@@ -56,7 +60,14 @@ mod guest_backlog_random_tests;
 #[cfg(test)]
 mod guest_backlog_tests;
 mod guest_bridges;
+pub(crate) mod guest_commands;
+#[cfg(test)]
+mod guest_lab;
 pub(crate) mod guest_orders;
+mod guest_ports;
+mod guests;
+#[cfg(test)]
+mod guests_tests;
 pub(crate) mod half;
 mod handshakes;
 pub(crate) mod host_sockets;
@@ -98,7 +109,7 @@ pub(crate) use state::host::HostAccess;
 use state::timers::Timer;
 pub(crate) use state::turn_budget::TURN_BYTES;
 pub(crate) use state::{
-    Context, Device, EVENT, Limits, RX, Shared, TX, VsockRings, Worker, WorkerMessage,
+    Context, Device, DriverKind, EVENT, Limits, RX, Shared, TX, VsockRings, Worker, WorkerMessage,
 };
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::wire::vsock::SocketType;
@@ -269,8 +280,10 @@ impl GuestBridges<'_, '_> {
             self.device.lingering.stop(key, &mut self.device.timers);
         }
         bridge.return_chains(&mut self.device.queues.rings.tx, self.cx);
-        if let BridgePeer::Sibling(sibling) = &mut bridge.peer {
-            sibling::return_inbound(sibling, false, self.cx);
+        match &mut bridge.peer {
+            BridgePeer::Sibling(sibling) => sibling::return_inbound(sibling, false, self.cx),
+            BridgePeer::Doorbell(Some(of)) => self.device.doorbell_closed(*of, self.cx),
+            _ => {}
         }
         self.cx.shared.counters.conns_removed.add(1);
         Some(bridge)

@@ -269,8 +269,10 @@ impl GuestBridges<'_, '_> {
                 .datagrams_with(self.cx)
                 .association_dialed(to, outcome),
             SiblingMessage::Lost => self.device.announce_reset = true,
-            // Carried out by devices of VMs that may have guest endpoints.
-            SiblingMessage::Guest(_) => {}
+            SiblingMessage::Guest(order) => self.device.guest_order(*order, self.cx),
+            SiblingMessage::GuestAnswer(answer) => self.device.guest_answered(*answer, self.cx),
+            // The turn that follows finds the buffers.
+            SiblingMessage::Kick => self.cx.shared.counters.kicks.add(1),
         }
     }
 

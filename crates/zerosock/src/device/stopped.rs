@@ -46,8 +46,10 @@ impl Device {
             return;
         }
         self.stop.ends_at = None;
-        if self.queues.is_command_pending() {
-            // The queue has not stopped yet.
+        let guests = self.guests.as_ref();
+        let has_endpoints = guests.is_some_and(|guests| !guests.attachments.is_empty());
+        if self.queues.is_command_pending() || has_endpoints {
+            // The queue has not stopped yet, or guest endpoints would end with the streams of their agent.
             return self.begin_stop(cx);
         }
         let bridges = self.bridges.len() - self.lingering.len();

@@ -5,7 +5,7 @@ use std::time::Duration;
 use zerosock_proto::Instant;
 use zerosock_proto::wire::vsock::Op;
 use zerosock_vhost_user::{DeviceCommand, Reply};
-use zerosock_virtio::command::VirtioDevice;
+use zerosock_virtio::command::{QueueStarted, VirtioDevice};
 use zerosock_virtio::device::WorkerDevice;
 
 use crate::device::lab::DeviceFixture;
@@ -13,6 +13,12 @@ use crate::device::test_guest::{self, Guest};
 use crate::device::{RX, TX};
 
 const LIMIT: Duration = Duration::from_secs(300);
+/// A queue that goes on where it was stopped.
+const STARTED: QueueStarted = QueueStarted {
+    resumed: false,
+    base: 1,
+    stopped_at: Some(1),
+};
 
 /// A device with a connection, and its guest.
 fn device(limit: Option<Duration>) -> (DeviceFixture, Guest) {
@@ -59,7 +65,7 @@ fn connections_end_when_the_queues_have_been_stopped_for_the_limit() {
     assert_eq!(lab.device.shard.occupied(), 0);
     // The driver goes on: it has to be told.
     let (device, mut cx) = lab.lend();
-    device.queue_started(TX, false, &mut cx);
+    device.queue_started(TX, STARTED, &mut cx);
     assert!(device.announce_reset);
 }
 
@@ -70,7 +76,7 @@ fn the_next_driver_is_told_nothing() {
     assert_eq!(turn(&mut lab, Instant::ZERO + LIMIT), 0);
     let (device, mut cx) = lab.lend();
     device.command(DeviceCommand::ResetDevice, Reply::discarded(), &mut cx);
-    device.queue_started(TX, false, &mut cx);
+    device.queue_started(TX, STARTED, &mut cx);
     assert!(!device.announce_reset);
 }
 
@@ -79,7 +85,7 @@ fn connections_outlast_a_stop_that_ends_before_the_limit() {
     let (mut lab, _guest) = device(Some(LIMIT));
     stop(&mut lab, Instant::ZERO);
     let (device, mut cx) = lab.lend();
-    device.queue_started(RX, false, &mut cx);
+    device.queue_started(RX, STARTED, &mut cx);
     assert_eq!(device.stop.ends_at, None);
     assert_eq!(turn(&mut lab, Instant::ZERO + 2 * LIMIT), 1);
     assert!(!lab.device.announce_reset);

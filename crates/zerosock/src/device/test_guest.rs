@@ -1,6 +1,6 @@
 //! For tests: a device with the test itself as its guest, which uses the driver half of the rings.
 //!
-//! There is no feature negotiation and no kick: the test calls the device.
+//! There is no feature negotiation and no kick: the test calls the device, or starts its queues by commands.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::Device;
 use zerosock_virtio::ring::Ring;
 
 /// Descriptors of each queue.
-const SIZE: u16 = 1024;
+pub(crate) const SIZE: u16 = 1024;
 /// A packet to the device takes two descriptors.
 const PACKETS: u16 = SIZE / 2;
 /// Bytes of each buffer for the guest.
@@ -25,13 +25,15 @@ const BUFFER: u32 = 4096;
 /// Receive window of the guest in bytes.
 const WINDOW: u32 = 16 << 20;
 
-const TX: u64 = 0;
-const RX: u64 = 0x1_0000;
+pub(crate) const TX: u64 = 0;
+/// Rings of a queue that the guest does not use.
+pub(crate) const EVENT: u64 = 0x8000;
+pub(crate) const RX: u64 = 0x1_0000;
 const HEADERS: u64 = 0x2_0000;
 /// Address of the payload that all packets share.
 const BYTES: u64 = 0x3_0000;
 const BUFFERS: u64 = 0x4_0000;
-const LEN: u64 = BUFFERS + SIZE as u64 * BUFFER as u64;
+pub(crate) const LEN: u64 = BUFFERS + SIZE as u64 * BUFFER as u64;
 
 /// The guest's half of the rings.
 pub(crate) struct Guest {
@@ -43,12 +45,16 @@ pub(crate) struct Guest {
     free: Vec<u16>,
     /// Bytes received and read, by local port.
     read: BTreeMap<u32, u32>,
+    /// The receive window that it announces, in bytes.
+    pub(crate) window: u32,
+    /// Bytes that arrive for this port stay unread.
+    pub(crate) unread: Option<u32>,
 }
 
-fn rings(memory: &Arc<Memory>, at: u64) -> (Ring, DriverQueue) {
+/// The configuration of the device's half of a queue, whose rings begin at this address.
+pub(crate) fn config(at: u64) -> QueueConfig {
     let layout = DriverLayout::at(at, SIZE);
-    let driver = DriverQueue::new(memory.clone(), layout, false).unwrap();
-    let config = QueueConfig {
+    QueueConfig {
         size: SIZE,
         desc: layout.desc,
         avail: layout.avail,
@@ -56,10 +62,13 @@ fn rings(memory: &Arc<Memory>, at: u64) -> (Ring, DriverQueue) {
         base: 0,
         event_idx: false,
         indirect: false,
-    };
-    let queue = DeviceQueue::new(memory.clone(), &config).unwrap();
+    }
+}
+
+fn ring(memory: &Arc<Memory>, at: u64) -> Ring {
+    let queue = DeviceQueue::new(memory.clone(), &config(at)).unwrap();
     let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap().into();
-    (Ring::new(queue, kick, None, None, true, 1), driver)
+    Ring::new(queue, kick, None, None, true, 1)
 }
 
 /// Starts the queues of a device, with all buffers posted.
@@ -72,26 +81,39 @@ pub(crate) fn start(device: &mut Device) -> Guest {
         fd_offset: 0,
     };
     let memory = Arc::new(Memory::map(vec![(fd, region)]).unwrap());
-    let (tx_ring, tx) = rings(&memory, TX);
-    let (rx_ring, rx) = rings(&memory, RX);
-    (device.queues.rings.tx, device.queues.rings.rx) = (Some(tx_ring), Some(rx_ring));
+    let rings = &mut device.queues.rings;
+    (rings.tx, rings.rx) = (Some(ring(&memory, TX)), Some(ring(&memory, RX)));
     device.queues.memory = Some(memory.clone());
-    let mut guest = Guest {
-        cid: device.cid,
-        memory,
-        tx,
-        rx,
-        free: (0..PACKETS).collect(),
-        read: BTreeMap::new(),
-    };
-    for at in 0..SIZE {
-        guest.post(at.into());
-    }
-    let _ = guest.rx.publish();
-    guest
+    Guest::on(device.cid, memory, |_| true)
 }
 
 impl Guest {
+    /// The guest with this memory, of at least [`LEN`] bytes from 0 on. Posts the buffers that end where `posts` says.
+    pub(crate) fn on(cid: Cid, memory: Arc<Memory>, posts: impl Fn(u64) -> bool) -> Guest {
+        let queue = |at| {
+            let layout = DriverLayout::at(at, SIZE);
+            DriverQueue::new(memory.clone(), layout, false).unwrap()
+        };
+        let (tx, rx) = (queue(TX), queue(RX));
+        let mut guest = Guest {
+            cid,
+            memory,
+            tx,
+            rx,
+            free: (0..PACKETS).collect(),
+            read: BTreeMap::new(),
+            window: WINDOW,
+            unread: None,
+        };
+        for at in 0..u64::from(SIZE) {
+            if posts(BUFFERS + (at + 1) * u64::from(BUFFER)) {
+                guest.post(at);
+            }
+        }
+        let _ = guest.rx.publish();
+        guest
+    }
+
     fn post(&mut self, at: u64) {
         let buffer = Buffer {
             addr: BUFFERS + at * u64::from(BUFFER),
@@ -140,7 +162,7 @@ impl Guest {
             socket_type: socket_type.into(),
             op: op.into(),
             flags,
-            buf_alloc: WINDOW,
+            buf_alloc: self.window,
             fwd_cnt: *self.read.entry(port).or_default(),
         };
         let mut bytes = [0; HEADER_LEN];
@@ -176,8 +198,39 @@ impl Guest {
         assert!(self.try_send(port, to, op, len), "the queue is full");
     }
 
+    /// Sends these bytes in one packet from our `port`.
+    #[track_caller]
+    pub(crate) fn send_bytes(&mut self, port: u32, to: Address, bytes: &[u8]) {
+        // All packets share the place, so the ones before must have been read.
+        assert!(self.is_drained(), "a packet is held");
+        let mut pieces = Vec::new();
+        let len = bytes.len() as u32;
+        self.memory.translate(BYTES, len, &mut pieces).unwrap();
+        self.memory.write(&pieces, 0, bytes);
+        self.send(port, to, Op::Rw, len);
+    }
+
+    /// Shuts a connection down in these directions (the flags of the header).
+    #[track_caller]
+    pub(crate) fn shut_down(&mut self, port: u32, to: Address, how: u32) {
+        let sent = self.try_send_as(SocketType::Stream, how, port, to, Op::Shutdown, 0);
+        assert!(sent, "the queue is full");
+    }
+
+    /// Whether the device has returned all packets.
+    pub(crate) fn is_drained(&mut self) -> bool {
+        self.take_returned();
+        self.free.len() == usize::from(PACKETS)
+    }
+
     /// Reads all received packets and posts their buffers again.
     pub(crate) fn received(&mut self) -> Vec<Repr> {
+        let packets = self.received_bytes().into_iter();
+        packets.map(|(header, _)| header).collect()
+    }
+
+    /// As `received`, with the payload.
+    pub(crate) fn received_bytes(&mut self) -> Vec<(Repr, Vec<u8>)> {
         let mut all = Vec::new();
         while let Some(used) = self.rx.poll().unwrap() {
             let addr = BUFFERS + used.token * u64::from(BUFFER);
@@ -185,12 +238,22 @@ impl Guest {
             self.memory.translate(addr, BUFFER, &mut pieces).unwrap();
             let bytes = self.memory.read_array::<HEADER_LEN>(&pieces, 0).unwrap();
             let header = Repr::parse(&bytes).unwrap();
-            let read = self.read.entry(header.dst.port.get()).or_default();
-            *read = read.wrapping_add(header.len);
-            all.push(header);
+            let port = header.dst.port.get();
+            if self.unread != Some(port) {
+                self.read_more(port, header.len);
+            }
+            let mut payload = vec![0; header.len as usize];
+            self.memory.read(&pieces, HEADER_LEN, &mut payload);
+            all.push((header, payload));
             self.post(used.token);
         }
         let _ = self.rx.publish();
         all
+    }
+
+    /// Reads so many bytes that have arrived for a port.
+    pub(crate) fn read_more(&mut self, port: u32, bytes: u32) {
+        let read = self.read.entry(port).or_default();
+        *read = read.wrapping_add(bytes);
     }
 }

@@ -76,6 +76,7 @@ impl Device {
                 }
                 BridgePeer::Socket { .. } => self.bridges_with(cx).fill_from_socket(key),
                 BridgePeer::Sibling(_) => self.bridges_with(cx).fill_from_sibling(key),
+                BridgePeer::Doorbell(_) => self.bridges_with(cx).fill_doorbell(key),
                 _ => Fill::Idle,
             };
             match fill {
@@ -354,16 +355,16 @@ fn has_header(bridge: &Bridge) -> bool {
 }
 
 /// A popped buffer, and credit that is reserved for its payload.
-struct ReservedBuffer {
-    chain: Chain,
-    reservation: Reservation,
+pub(super) struct ReservedBuffer {
+    pub(super) chain: Chain,
+    pub(super) reservation: Reservation,
     /// Payload bytes that fit both the buffer and the credit.
     room: usize,
 }
 
 /// Pops up to `count` buffers, which may exceed `most` bytes only by the last one, and reserves credit for
 /// each. If there are fewer, returns the reason: `Starved` without buffers, `Idle` without credit.
-fn reserve_buffers<const N: usize>(
+pub(super) fn reserve_buffers<const N: usize>(
     rx: &mut Ring,
     shard: &mut Shard,
     flow: FlowId,
@@ -431,7 +432,7 @@ fn commit_received(
     }
 }
 
-fn send_payload(
+pub(super) fn send_payload(
     rx: &mut Ring,
     shard: &mut Shard,
     chain: Chain,

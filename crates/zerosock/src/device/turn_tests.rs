@@ -25,7 +25,7 @@ use super::{Shared, Worker};
 use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::state::turn_budget::{MAX_TURN_BYTES, OBSERVED_TURNS};
 use crate::device::test_guest::{self, Guest};
-use crate::device::{HostAccess, Limits, TURN_BYTES};
+use crate::device::{DriverKind, HostAccess, Limits, TURN_BYTES};
 use crate::routing::Routes;
 use crate::routing::forward::{ForwardRule, ForwardRules};
 use crate::table::leases::Leases;
@@ -113,7 +113,7 @@ impl Harness {
                 },
                 buf_alloc: 16 << 20,
                 service: None,
-                process: false,
+                driver: DriverKind::Vm,
                 account: Budget::unlimited().account(),
                 stopped_timeout: None,
                 guests: None,

@@ -13,7 +13,7 @@ use zerosock_proto::Instant;
 use zerosock_proto::vsock::features::{F_PAIRS, F_SEQPACKET};
 use zerosock_ring::Memory;
 use zerosock_vhost_user::{DeviceCommand, Reply};
-use zerosock_virtio::command::{self, VirtioDevice};
+use zerosock_virtio::command::{self, QueueStarted, VirtioDevice};
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::device::{Event, Message, WorkerDevice};
 use zerosock_virtio::outbox::{DeviceAddr, Outbox};
@@ -24,6 +24,7 @@ use zerosock_virtio::ring::Ring;
 use super::events::{GONE, RESET};
 use super::model::used_pairs;
 use super::state::bridge::{Bridge, BridgePeer};
+use super::state::guests::Pause;
 use super::{Context, Device, EVENT, RX, Shared, TX, VsockRings};
 use crate::device::state::sibling_message::SiblingMessage;
 
@@ -35,6 +36,8 @@ pub(super) const HANDSHAKE: EventKind = EventKind::new(2);
 pub(super) const BRIDGE: EventKind = EventKind::new(3);
 /// The socket of an association.
 pub(super) const ASSOCIATION: EventKind = EventKind::new(4);
+/// A guest endpoint is to be notified. The key is that of the bridge of its doorbell.
+pub(super) const GUEST_CALL: EventKind = EventKind::new(5);
 
 impl Rings for VsockRings {
     fn slot(&mut self, index: u16) -> Option<&mut Option<Ring>> {
@@ -105,6 +108,7 @@ impl WorkerDevice for Device {
             ASSOCIATION => self
                 .datagrams_with(cx)
                 .association_ready(event.key, event.readiness),
+            GUEST_CALL => self.bridges_with(cx).ring_doorbell(event.key),
             _ => {}
         }
     }
@@ -201,6 +205,7 @@ impl WorkerDevice for Device {
             self.half(cx).end_app(flow, false, GONE);
         }
         self.stop_listening(cx);
+        self.detach_guests(cx);
         self.queues.link = None;
         command::disconnect(self, cx);
         while self.queues.is_resetting() {
@@ -249,15 +254,20 @@ impl VirtioDevice for Device {
         self.queue_pairs.used = used_pairs(config);
     }
 
-    fn queue_started(&mut self, index: u16, resumed: bool, cx: &mut Context<'_>) {
+    fn queue_started(&mut self, index: u16, started: QueueStarted, cx: &mut Context<'_>) {
         if index == TX {
             self.half(cx).started();
         }
         self.end_stop(index, cx);
-        if resumed {
+        if started.resumed {
             // The driver has connections that this device does not know.
             self.announce_lost(cx);
         }
+        self.guests_queue_started(index, started, cx);
+    }
+
+    fn log_changed(&mut self, cx: &mut Context<'_>) {
+        self.guests_log_changed(cx);
     }
 
     fn release(&mut self, scope: Scope, cx: &mut Context<'_>) {
@@ -272,9 +282,14 @@ impl VirtioDevice for Device {
             Scope::Reset => self.bridges_with(cx).limit_sends(),
             Scope::Queue(_) => {}
         }
+        self.stop_guests(scope, cx);
     }
 
     fn quiesce(&mut self, scope: Scope, cx: &mut Context<'_>) -> Quiesced {
+        let guests = self.guests_quiesced();
+        if guests != Quiesced::Done {
+            return guests;
+        }
         let (chains, leases, loans) = match scope {
             Scope::Queue(TX) => (true, true, false),
             Scope::Queue(RX) => (false, false, true),
@@ -304,13 +319,16 @@ impl VirtioDevice for Device {
     }
 
     fn reset_part(&mut self, stopped: bool, cx: &mut Context<'_>) -> bool {
-        self.forget_connections(stopped, cx)
+        self.end_guests(cx) && self.forget_connections(stopped, cx)
     }
 
     fn reset(&mut self, stopped: bool, cx: &mut Context<'_>) {
         self.end_teardown(cx);
         self.cancel_stop();
         self.stop.has_ended = false;
+        if let Some(guests) = &mut self.guests {
+            guests.pause = Pause::default();
+        }
         if stopped {
             self.reset_used_pairs();
             self.announce_reset = false;
@@ -345,6 +363,7 @@ impl VirtioDevice for Device {
 
     fn memory_replaced(&mut self, old: Option<Arc<Memory>>, cx: &mut Context<'_>) {
         self.half(cx).track_old_memory(old);
+        self.guests_memory_replaced(cx);
     }
 }
 

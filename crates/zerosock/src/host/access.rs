@@ -13,7 +13,7 @@ use super::stores::AllStores;
 use super::{HostBackend, HostHalf};
 use crate::device::state::app::QueueStore;
 use crate::device::state::program::{App, HostToken};
-use crate::device::{Device, Worker};
+use crate::device::{Device, DriverKind, Worker};
 use crate::table::calls::TableAccess;
 use crate::table::inboxes::Inboxes;
 use crate::table::loan_calls::LoanCalls;
@@ -211,7 +211,7 @@ impl TableAccess for HostBackend {
             self.mark_changed(vm);
             let (device, mut cx) = self.worker.lend_late(vm, self.now);
             let shown = device.is_some_and(|device| {
-                let trusted = trusts && device.process;
+                let trusted = trusts && device.driver == DriverKind::Process;
                 let mut look = |source, payload: Payload<'_>| look(source, payload, trusted);
                 device.half(&mut cx).show_datagram(id, &mut look)
             });

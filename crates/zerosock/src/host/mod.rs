@@ -28,11 +28,11 @@ use zerosock_proto::vsock::{ConnectError, FlowId};
 use zerosock_proto::{Address, Instant, Port};
 
 use crate::control::ControlPlane;
-use crate::device::Worker;
 use crate::device::half::DeviceHalf;
 use crate::device::placing::SPARE_PORTS;
 use crate::device::state::app::QueueStore;
 use crate::device::state::program::App;
+use crate::device::{DriverKind, Worker};
 use crate::fault::Fault;
 use crate::table::calls::TableAccess;
 use crate::table::leases::Leases;
@@ -85,7 +85,7 @@ impl HostBackend {
     fn is_process(&self, pool: u32) -> bool {
         let vm = self.app().and_then(|app| app.device_of(pool));
         let device = vm.and_then(|vm| self.worker.devices.get(vm));
-        device.is_some_and(|device| device.process)
+        device.is_some_and(|device| device.driver == DriverKind::Process)
     }
 
     /// Records that a device has changes to show to its guest.

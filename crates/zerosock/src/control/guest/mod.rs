@@ -10,7 +10,9 @@
 //!  writes a value into each page
 //!  Register: name, extents                    checks tag, extents, and the value of each page
 //!                                             Accepted: CID, token of the doorbell
-//!  clears the pages, opens the doorbell
+//!  clears the pages, but for the values
+//!  at the end of each huge page;
+//!  opens the doorbell
 //!  Start: features, rings                     starts the device
 //!                                             Started
 //!  End                                        stops the device
@@ -25,7 +27,8 @@
 //!
 //! # Invariants
 //! - Requests of an agent without the key of the VM are refused before anything behind the header is read.
-//! - No page is written before all have shown the value that follows from the nonce and their place in the list.
+//! - No page is written before all have shown the value that follows from the nonce and their place in the list. The
+//!   last value of each huge page stays there: after a stop of the VM the daemon looks for it again.
 //! - The agent gives pages back to its kernel only after `Ended` for their attachment, or `Known` that says that it is
 //!   not in use.
 

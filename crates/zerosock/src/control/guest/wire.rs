@@ -194,6 +194,7 @@ reasons! {
     RING_BROKEN = 21: "a ring is broken",
     REMOVED = 22: "the daemon ends, or the VM or the option was removed",
     ATTACHMENT_IN_USE = 23: "another request has named this attachment, and its pages may be in use",
+    NOT_STOPPED = 24: "a program on the host has kept a buffer in the pages for too long, so their queues could not stop",
 }
 
 impl From<Reason> for Refusal {

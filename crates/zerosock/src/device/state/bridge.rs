@@ -14,6 +14,7 @@ use super::flags::Flags;
 use super::forwarded::Forwarded;
 use super::messages::Messages;
 use super::zero_copy::ZeroCopySends;
+use crate::device::guest_orders::AttachmentKey;
 use crate::device::host_sockets::{HostPort, HostSocket};
 use crate::device::outbound::{HeldChain, Outbound, QueuePool, ReusableQueue};
 
@@ -47,6 +48,8 @@ pub(crate) enum BridgePeer {
     Asked(Option<Peer>),
     /// A sibling.
     Sibling(SiblingPeer),
+    /// The doorbell of this attachment; `None` until its token has arrived.
+    Doorbell(Option<AttachmentKey>),
 }
 
 /// A sibling as the peer of a bridge.

@@ -12,6 +12,7 @@ pub(crate) mod datagrams;
 pub(crate) mod flags;
 pub(crate) mod forwarded;
 pub(crate) mod guest_backlogs;
+pub(crate) mod guests;
 pub(crate) mod host;
 pub(crate) mod lingering;
 pub(crate) mod messages;
@@ -47,6 +48,7 @@ use self::backlogs::Backlogs;
 use self::bridges::Bridges;
 use self::datagrams::Datagrams;
 use self::guest_backlogs::GuestBacklogs;
+use self::guests::Guests;
 use self::host::{Handshake, HostAccess};
 use self::lingering::Lingering;
 use self::program::App;
@@ -126,6 +128,17 @@ pub(crate) struct VsockRings {
     pub(crate) event: Option<Ring>,
 }
 
+/// What the driver of a device is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum DriverKind {
+    /// A VM.
+    Vm,
+    /// An attached process, on memory of its own.
+    Process,
+    /// A guest endpoint: a process in a VM, on pages of the guest.
+    GuestEndpoint,
+}
+
 /// The device half of one queue pair: see the module.
 pub(crate) struct Device {
     pub(in crate::device) addr: DeviceAddr,
@@ -178,13 +191,14 @@ pub(crate) struct Device {
     pub(in crate::device) app: AppState,
     pub(in crate::device) datagrams: Datagrams,
 
-    /// The peer is an attached process, not a VM.
-    pub(crate) process: bool,
+    pub(crate) driver: DriverKind,
     /// The rings have unpublished changes that [`flush`](Self::app_flush) publishes.
     pub(crate) touched: bool,
     /// The values last reported to the worker's counters.
     pub(in crate::device) counted: Gauges,
     pub(in crate::device) traffic: Traffic,
+    /// The guest endpoints, if the guest may have any. Only the first queue pair of a VM has them.
+    pub(in crate::device) guests: Option<Box<Guests>>,
 }
 
 impl Device {
@@ -227,10 +241,11 @@ impl Device {
             starved: false,
             app: AppState::default(),
             datagrams: Datagrams::new(),
-            process: false,
+            driver: DriverKind::Vm,
             touched: false,
             counted: Gauges::default(),
             traffic: Traffic::default(),
+            guests: None,
         }
     }
 

@@ -17,6 +17,7 @@ use zerosock_virtio::outbox::DeviceAddr;
 
 use super::host::{Caller, Client};
 use super::peer::Peer;
+use crate::device::guest_commands::GuestAnswer;
 use crate::device::guest_orders::GuestOrder;
 use crate::device::host_sockets::{HostSocket, Refusal};
 use crate::device::outbound::HeldChain;
@@ -97,6 +98,10 @@ pub(crate) enum SiblingMessage {
 
     /// From the control thread, to the first queue pair of a VM: what to do with a guest endpoint.
     Guest(Box<GuestOrder>),
+    /// From the device of a guest endpoint, to that of its VM.
+    GuestAnswer(Box<GuestAnswer>),
+    /// To the device of a guest endpoint: its driver has made buffers available.
+    Kick,
 
     /// A datagram or flow-control packet for the peer's guest. Return the chain at once.
     Datagram(SiblingDatagram),
@@ -188,6 +193,8 @@ impl SiblingMessage {
             | SiblingMessage::Lost
             // The control thread has removed the device itself.
             | SiblingMessage::Guest(_)
+            | SiblingMessage::GuestAnswer(_)
+            | SiblingMessage::Kick
             | SiblingMessage::DatagramDone { .. }
             | SiblingMessage::DatagramControl(_)
             | SiblingMessage::Refused { .. }

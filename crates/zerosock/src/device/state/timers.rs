@@ -31,6 +31,8 @@ pub(crate) enum Timer {
     EndSends,
     /// Ends the connections of a device: its queues have been stopped for too long.
     Stopped,
+    /// Checks pages of guest endpoints, and whether memory of those that end is still used.
+    Guests,
 }
 
 /// Pairs of a deadline and a timer, earliest first.

@@ -24,8 +24,8 @@ use super::state::{
     AttachedMember, ClientState, Conflict, JoinRequest, MemberStage, Server, granted,
 };
 use crate::control::registry::{DeviceRegistry, RouteEntry};
-use crate::device::HostAccess;
 use crate::device::factory::Member;
+use crate::device::{DriverKind, HostAccess};
 use crate::routing::name::Name;
 use zerosock_vhost_user::{FrontendRegistry, FrontendSocket, VmSpec};
 
@@ -243,7 +243,7 @@ impl Server {
             host,
             buf_alloc: config.buf_alloc,
             service: service.map(|block| AddressSlot::sources(block).1),
-            process: true,
+            driver: DriverKind::Process,
             stopped_timeout: None,
             guests: None,
             account: account.clone(),

@@ -1,0 +1,88 @@
+//! The two ports of the host that a VM with guest endpoints has: its kernel's connections to them are looked up nowhere
+//! else.
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType as SocketKind, socketpair};
+use zerosock_proto::vsock::FlowId;
+use zerosock_proto::wire::vsock::SocketType;
+use zerosock_proto::{Address, Port};
+use zerosock_sys::{PeerFd, fd_passing};
+
+use super::guest_orders::GuestEvent;
+use super::state::bridge::BridgePeer;
+use super::{Context, Device};
+use crate::control::guest::{DOORBELL_PORT, REGISTRATION_PORT};
+use crate::device::guest_bridges::GuestBridges;
+use crate::device::host_sockets::{HostSocket, Refusal};
+use crate::stats::RefusalCause;
+
+/// The first port that processes without CAP_NET_BIND_SERVICE can connect from.
+const UNPRIVILEGED: Port = Port::new(1024);
+
+/// Whether a VM with guest endpoints has this port of the host for them.
+#[inline]
+pub(super) fn is_guest_port(port: Port) -> bool {
+    port == REGISTRATION_PORT || port == DOORBELL_PORT
+}
+
+impl Device {
+    /// The guest's kernel connects to one of the ports.
+    #[cold]
+    pub(super) fn open_guest_port(
+        &mut self,
+        flow: FlowId,
+        port: Port,
+        peer: Address,
+        socket_type: SocketType,
+        cx: &mut Context<'_>,
+    ) {
+        let is_permitted = port == DOORBELL_PORT || peer.port < UNPRIVILEGED;
+        if !is_permitted || socket_type != SocketType::Stream {
+            cx.shared.counters.refuse(RefusalCause::Denied);
+            let reason = "only a stream from a port below 1024 may register guest endpoints";
+            tracing::debug!(cid = %self.cid, %peer, reason, "connection of the guest refused");
+            // Fails if the flow has ended.
+            let _ = self.shard.reject(flow);
+            return;
+        }
+        let mut bridges = self.bridges_with(cx);
+        if !bridges.reserve_bridge(flow) {
+            return bridges.cx.shared.counters.refuse(RefusalCause::Limit);
+        }
+        match port == DOORBELL_PORT {
+            true => {
+                let key = bridges.add_bridge(flow, BridgePeer::Doorbell(None));
+                bridges.host_accepted(key);
+            }
+            false => bridges.open_registration(flow),
+        }
+    }
+}
+
+impl GuestBridges<'_, '_> {
+    /// Joins the flow to a socket whose other end the control thread gets.
+    fn open_registration(&mut self, flow: FlowId) {
+        let key = self.add_bridge(flow, BridgePeer::Asked(None));
+        let (socket, control) = match self.registration_pair() {
+            Ok(pair) => pair,
+            Err(error) => return self.refuse(key, &Refusal::from(error)),
+        };
+        self.host_connected(key, socket);
+        if self.device.bridges.get(key).is_some()
+            && let Some(guests) = &self.device.guests
+        {
+            let reports = &guests.reports;
+            reports.send(self.device.cid, GuestEvent::Stream(control));
+        }
+    }
+
+    fn registration_pair(&self) -> std::io::Result<(HostSocket, PeerFd)> {
+        let account = &self.device.account;
+        let permit = || account.take_descriptors(1).map_err(std::io::Error::other);
+        let (ours, theirs) = (permit()?, permit()?);
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (socket, control) = socketpair(AddressFamily::UNIX, SocketKind::STREAM, flags, None)?;
+        fd_passing::refuse_rights(&socket)?;
+        let socket = HostSocket::unix(socket, ours, SocketKind::STREAM);
+        Ok((socket, PeerFd::from(control).with_permit(theirs)))
+    }
+}

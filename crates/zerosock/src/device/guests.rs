@@ -1,0 +1,350 @@
+//! The device of a VM as the front-end of its guest endpoints: orders of the control thread, and what happens to the VM.
+//!
+//! # Invariants
+//! - From the first GET_VRING_BASE of the VM on, no page of an endpoint is written until all queues of the VM have
+//!   started where they were stopped and the pages have shown their values. A VM that starts elsewhere, or at 0, is
+//!   another one.
+//! - No page is written before all of them have shown their values, nor after `Ended`.
+//! - Before a reset of the VM is answered, the queues of all its endpoints have stopped for good.
+//! - The pages that are checked in a turn have a budget.
+
+use zerosock_proto::Cid;
+use zerosock_proto::vsock::QueuePairs;
+use zerosock_ring::{DriverLayout, Extent, Memory};
+use zerosock_vhost_user::session::F_VERSION_1;
+use zerosock_vhost_user::{DeviceCommand, DeviceModel, DevicePort, Reply};
+use zerosock_virtio::command::QueueStarted;
+use zerosock_virtio::outbox::DeviceAddr;
+use zerosock_virtio::queues::{Quiesced, Scope};
+use zerosock_virtio::worker::WorkerPort;
+
+use super::guest_commands::queue_config;
+use super::guest_orders::{AttachmentKey, GuestEvent, GuestOrder};
+use super::model::VsockModel;
+use super::state::guests::{Attachment, Checked, End, Endpoint, Guests, PageCheck, Rest};
+use super::{Context, Device};
+use crate::control::guest::key::Nonce;
+use crate::control::guest::page_value::PAGE;
+use crate::control::guest::wire::{Reason, Refusal, Start, Token};
+
+/// Pages that are checked in a turn, in about a tenth of a millisecond.
+const PAGES_PER_TURN: u64 = 256;
+
+impl Device {
+    /// Carries out an order of the control thread.
+    pub(super) fn guest_order(&mut self, order: GuestOrder, cx: &mut Context<'_>) {
+        let (key, done) = match order {
+            GuestOrder::Check {
+                key,
+                extents,
+                nonce,
+            } => {
+                self.begin_check(key, extents, nonce);
+                (key, Ok(()))
+            }
+            GuestOrder::Accept { key, device, token } => (key, self.accept(key, device, token)),
+            GuestOrder::Start { key, start } => (key, self.set_start(key, start)),
+            GuestOrder::End { key, reason } => (key, Err(reason)),
+        };
+        match done {
+            Ok(()) => self.drive_guests(cx),
+            Err(reason) => self.end_guest(key, reason, false, cx),
+        }
+    }
+
+    fn begin_check(&mut self, key: AttachmentKey, extents: Vec<Extent>, nonce: Nonce) {
+        let view = self.view_of(&extents);
+        let Some(guests) = &mut self.guests else {
+            return;
+        };
+        match view {
+            Ok(view) => {
+                let attachment = Attachment::new(extents, nonce, view);
+                guests.attachments.insert(key, attachment);
+            }
+            Err(refusal) => {
+                let result = Err(refusal);
+                let event = GuestEvent::Checked { key, result };
+                guests.reports.send(self.cid, event);
+            }
+        }
+    }
+
+    fn accept(
+        &mut self,
+        key: AttachmentKey,
+        device: DeviceAddr,
+        token: Token,
+    ) -> Result<(), Reason> {
+        if let Some(attachment) = self.attachment(key).filter(|it| it.end.is_none()) {
+            let endpoint = Endpoint::new(device).map_err(|_| Reason::SERVER_FAILED)?;
+            attachment.endpoint = Some(endpoint);
+            attachment.token = Some(token);
+        }
+        Ok(())
+    }
+
+    fn set_start(&mut self, key: AttachmentKey, start: Start) -> Result<(), Reason> {
+        let cid = self.cid;
+        if let Some(attachment) = self.attachment(key) {
+            let endpoint = attachment.endpoint.as_mut();
+            let endpoint = endpoint.filter(|it| it.start.is_none());
+            let endpoint = endpoint.ok_or(Reason::BAD_REQUEST)?;
+            check_start(&start, attachment.view.size(), cid)?;
+            endpoint.start = Some(start);
+        }
+        Ok(())
+    }
+
+    fn attachment(&mut self, key: AttachmentKey) -> Option<&mut Attachment> {
+        self.guests.as_mut()?.attachments.get_mut(&key)
+    }
+
+    /// The memory of these extents, if no attachment has part of it.
+    fn view_of(&self, extents: &[Extent]) -> Result<Memory, Refusal> {
+        let rings = &self.queues.rings;
+        let (Some(guests), Some(memory)) = (&self.guests, &self.queues.memory) else {
+            return Err(Refusal::from(Reason::NOT_READY));
+        };
+        let runs = rings.rx.is_some() && rings.tx.is_some() || !guests.pause.allows();
+        if !runs || self.queues.is_resetting() || self.queue_pairs.used != QueuePairs::ONE {
+            return Err(Refusal::from(Reason::NOT_READY));
+        }
+        let view = Memory::of_extents(memory, extents)?;
+        match guests.find_used(extents) {
+            Some(index) => Err(Refusal {
+                reason: Reason::IN_USE,
+                index: u32::try_from(index).unwrap_or(u32::MAX),
+            }),
+            None => Ok(view),
+        }
+    }
+
+    /// Ends an attachment. `at_once`: its queues need not be stopped one by one.
+    pub(super) fn end_guest(
+        &mut self,
+        key: AttachmentKey,
+        reason: Reason,
+        at_once: bool,
+        cx: &mut Context<'_>,
+    ) {
+        let Some(attachment) = self.attachment(key) else {
+            return;
+        };
+        let end = attachment.end.get_or_insert(End { reason, at_once });
+        end.at_once |= at_once;
+        attachment.token = None;
+        if let Some(doorbell) = attachment.take_doorbell(cx.poller) {
+            self.bridges_with(cx).reset_bridge(doorbell);
+        }
+        self.drive_guests(cx);
+    }
+
+    /// The bridge of the doorbell has been removed.
+    pub(super) fn doorbell_closed(&mut self, key: AttachmentKey, cx: &mut Context<'_>) {
+        if let Some(attachment) = self.attachment(key)
+            && attachment.take_doorbell(cx.poller).is_some()
+        {
+            self.end_guest(key, Reason::DOORBELL_CLOSED, false, cx);
+        }
+    }
+
+    /// A command of the VMM needs buffers back: those of the endpoints as well.
+    pub(super) fn stop_guests(&mut self, scope: Scope, cx: &mut Context<'_>) {
+        let Some(guests) = &mut self.guests else {
+            return;
+        };
+        match scope {
+            Scope::Queue(index) => guests.pause.queue_stops(index),
+            Scope::Memory => guests.pause.replaces_memory = true,
+            Scope::Reset => return self.end_all_guests(Reason::DEVICE_RESET, false, cx),
+        }
+        self.drive_guests(cx);
+    }
+
+    /// Whether the pages of the endpoints are not used any more, as far as a command of the VMM needs it.
+    pub(super) fn guests_quiesced(&self) -> Quiesced {
+        match self.guests.as_ref().map_or(Rest::Done, |it| it.rest()) {
+            Rest::Done => Quiesced::Done,
+            // Their devices have a limit themselves.
+            Rest::Busy => Quiesced::Waits,
+            Rest::Written => Quiesced::Unknown(
+                "the embedding program kept a buffer of a guest endpoint in use for too long",
+            ),
+        }
+    }
+
+    /// A queue of the VM has started.
+    pub(super) fn guests_queue_started(
+        &mut self,
+        index: u16,
+        started: QueueStarted,
+        cx: &mut Context<'_>,
+    ) {
+        let Some(guests) = &mut self.guests else {
+            return;
+        };
+        let was_stopped = !guests.pause.allows();
+        if !guests.pause.queue_started(index, started) {
+            return self.end_all_guests(Reason::DEVICE_RESET, true, cx);
+        }
+        if was_stopped {
+            self.continue_guests(cx);
+        }
+    }
+
+    /// Lets the endpoints go on, once their pages have shown their values, if nothing else keeps them stopped.
+    fn continue_guests(&mut self, cx: &mut Context<'_>) {
+        if let Some(guests) = self.guests.as_mut().filter(|it| it.pause.allows()) {
+            let attachments = guests.attachments.values_mut();
+            attachments.for_each(Attachment::check_again);
+        }
+        self.drive_guests(cx);
+    }
+
+    /// Other memory, or none, has replaced that of the VM.
+    pub(super) fn guests_memory_replaced(&mut self, cx: &mut Context<'_>) {
+        let Some(guests) = &mut self.guests else {
+            return;
+        };
+        guests.pause.replaces_memory = false;
+        // A front-end that has gone leaves none.
+        guests.log = self.queues.log();
+        let Some(memory) = &self.queues.memory else {
+            return;
+        };
+        let replaced = guests.attachments.iter_mut().filter_map(|(key, it)| {
+            let is_elsewhere = it.end.is_none() && it.replace_memory(memory).is_err();
+            is_elsewhere.then_some(*key)
+        });
+        for key in replaced.collect::<Vec<_>>() {
+            self.end_guest(key, Reason::MEMORY_CHANGED, true, cx);
+        }
+        self.continue_guests(cx);
+    }
+
+    /// The VM's log of written pages has changed.
+    pub(super) fn guests_log_changed(&mut self, cx: &mut Context<'_>) {
+        let Some(guests) = &mut self.guests else {
+            return;
+        };
+        guests.log = self.queues.log();
+        let endpoints = guests.attachments.values_mut();
+        endpoints
+            .filter_map(|it| it.endpoint.as_mut())
+            .for_each(Endpoint::log_changed);
+        self.drive_guests(cx);
+    }
+
+    /// Ends all attachments before the VM forgets its connections. Returns true when their devices have no queues and
+    /// no memory any more.
+    pub(super) fn end_guests(&mut self, cx: &mut Context<'_>) -> bool {
+        if self.guests.is_none() {
+            return true;
+        }
+        let reason = match self.queues.link {
+            _ if self.has_lost_memory() => Reason::MEMORY_LOST,
+            None => Reason::FRONTEND_GONE,
+            Some(_) => Reason::DEVICE_RESET,
+        };
+        self.end_all_guests(reason, true, cx);
+        self.guests.as_ref().is_none_or(|it| !it.are_connected())
+    }
+
+    fn end_all_guests(&mut self, reason: Reason, at_once: bool, cx: &mut Context<'_>) {
+        let keys = self.guests.iter().flat_map(|it| it.attachments.keys());
+        for key in keys.copied().collect::<Vec<_>>() {
+            self.end_guest(key, reason, at_once, cx);
+        }
+    }
+
+    /// The device is removed: its endpoints are disconnected, and nothing is reported.
+    pub(super) fn detach_guests(&mut self, cx: &mut Context<'_>) {
+        let (Some(guests), Some(worker)) = (self.guests.take(), &cx.shared.mailbox) else {
+            return;
+        };
+        let Guests { attachments, .. } = *guests;
+        for endpoint in attachments.into_values().filter_map(|it| it.endpoint) {
+            let mut port = WorkerPort {
+                number: endpoint.device.number,
+                worker: worker.clone(),
+            };
+            port.submit(DeviceCommand::Disconnected, Reply::to(drop));
+        }
+    }
+
+    /// Checks the next pages, and looks at attachments that end.
+    pub(super) fn guests_timed_out(&mut self, cx: &mut Context<'_>) {
+        let cid = self.cid;
+        let Some(guests) = &mut self.guests else {
+            return;
+        };
+        guests.wakes_at = None;
+        let mut budget = PAGES_PER_TURN;
+        let mut wrong = Vec::new();
+        let allows = guests.pause.allows();
+        let attachments = guests.attachments.iter_mut();
+        for (&key, it) in attachments.filter(|(_, it)| allows && it.end.is_none()) {
+            let is_first = matches!(it.check, PageCheck::All(_));
+            match it.check_pages(&mut budget) {
+                Checked::Wrong(page) => wrong.push((key, is_first, page)),
+                Checked::All if is_first => {
+                    let result = Ok(it.view.size());
+                    guests
+                        .reports
+                        .send(cid, GuestEvent::Checked { key, result });
+                }
+                Checked::All | Checked::More => {}
+            }
+        }
+        for (key, is_first, page) in wrong {
+            self.page_is_wrong(key, is_first, page, cx);
+        }
+        self.drive_guests(cx);
+    }
+
+    fn page_is_wrong(
+        &mut self,
+        key: AttachmentKey,
+        is_first: bool,
+        page: u64,
+        cx: &mut Context<'_>,
+    ) {
+        let lost = self.queues.is_memory_lost();
+        self.warn(&format!(
+            "a page of a guest endpoint, at {:#x} of its memory, has not shown its value",
+            page * PAGE
+        ));
+        let reason = match (lost, is_first) {
+            (true, _) => Reason::MEMORY_LOST,
+            (false, true) => Reason::FAILED,
+            (false, false) => Reason::MEMORY_CHANGED,
+        };
+        self.end_guest(key, reason, true, cx);
+    }
+}
+
+/// Checks what an agent has sent: the queues lie in the memory and do not overlap.
+fn check_start(start: &Start, size: u64, cid: Cid) -> Result<(), Reason> {
+    let model = VsockModel {
+        cid,
+        max_pairs: QueuePairs::ONE,
+    };
+    let features = start.features;
+    if features & !model.features() != 0
+        || features & F_VERSION_1 == 0
+        || model.check_features(features).is_err()
+    {
+        return Err(Reason::BAD_REQUEST);
+    }
+    let mut configs = Vec::new();
+    for index in 0..3 {
+        let config = queue_config(start, index, 0).ok_or(Reason::RINGS)?;
+        let end = config.desc + DriverLayout::bytes_needed(start.queue_size);
+        if end > size || configs.iter().any(|other| config.overlaps(other)) {
+            return Err(Reason::RINGS);
+        }
+        configs.push(config);
+    }
+    Ok(())
+}

@@ -178,6 +178,7 @@ mod header;
 mod host;
 #[cfg(test)]
 mod lingering;
+mod registration;
 mod routing;
 mod stats;
 mod table;

@@ -11,8 +11,8 @@ use zerosock_proto::{Address, Port};
 use super::guest_lab::*;
 use super::guest_orders::{GuestEvent, GuestOrder};
 use super::{DriverKind, test_guest};
-use crate::control::guest::wire::Reason;
-use crate::control::guest::{DOORBELL_PORT, REGISTRATION_PORT};
+use crate::registration::Reason;
+use crate::registration::{DOORBELL_PORT, REGISTRATION_PORT};
 
 fn connect(lab: &mut GuestLab, from: u32, to: Port) -> Option<Op> {
     lab.vm.send(from, host(to), Op::Request, 0);

@@ -15,30 +15,15 @@ use zerosock_virtio::mailbox::Sender;
 use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::worker::WorkerPort;
 
-use super::guest_orders::{AttachmentKey, GuestEvent};
+use super::guest_orders::{AnswerKind, AttachmentKey, GuestAnswer, GuestEvent};
 use super::state::guests::{Answered, Attachment, End, Endpoint, PageCheck, Step};
 use super::state::sibling_message::SiblingMessage;
 use super::state::timers::Timer;
 use super::{Context, Device, WorkerMessage};
-use crate::control::guest::wire::{Reason, Refusal, Start};
+use crate::registration::{Reason, Refusal, Start};
 
 /// How often the memory of an attachment that ends is looked at.
 const RECHECK: Duration = Duration::from_millis(10);
-
-/// An answer of the device of a guest endpoint.
-#[derive(Debug)]
-pub(crate) struct GuestAnswer {
-    key: AttachmentKey,
-    answer: AnswerKind,
-}
-
-#[derive(Debug)]
-enum AnswerKind {
-    /// To the command with this number.
-    Command(u32, DeviceReply),
-    /// The device cannot go on.
-    Closed,
-}
 
 /// Where answers go: to the device of the VM.
 #[derive(Clone)]

@@ -24,12 +24,12 @@ use super::guest_orders::{AttachmentKey, GuestEvent, GuestOrder, GuestReports};
 use super::test_guest::{self, Guest};
 use super::traffic::TrafficBoard;
 use super::{DriverKind, EVENT, HostAccess, Limits, RX, Shared, TX, Worker, WorkerMessage};
-use crate::control::guest::key::Nonce;
-use crate::control::guest::page_value::{PAGE, write_values};
-use crate::control::guest::wire::{Start, Token};
-use crate::control::guest::{DOORBELL_PORT, page_value};
 use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::state::sibling_message::SiblingMessage;
+use crate::registration::key::Nonce;
+use crate::registration::page_value::{PAGE, write_values};
+use crate::registration::{DOORBELL_PORT, page_value};
+use crate::registration::{Start, Token};
 use crate::routing::Routes;
 
 pub(super) const HUGE: u64 = Extent::HUGE_PAGE;

@@ -16,10 +16,11 @@ use std::sync::Arc;
 use zerosock_proto::Cid;
 use zerosock_ring::Extent;
 use zerosock_sys::PeerFd;
+use zerosock_vhost_user::DeviceReply;
 use zerosock_virtio::outbox::DeviceAddr;
 
-use crate::control::guest::key::Nonce;
-use crate::control::guest::wire::{self, Reason, Refusal, Token};
+use crate::registration::key::Nonce;
+use crate::registration::{Reason, Refusal, Start, Token};
 
 /// The number of an attachment in this daemon. Never reused.
 #[derive(Copy, Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -43,10 +44,7 @@ pub(crate) enum GuestOrder {
         token: Token,
     },
     /// Start the queues of an attachment that was accepted. The answer is `Started`, or `Ended` with the reason.
-    Start {
-        key: AttachmentKey,
-        start: wire::Start,
-    },
+    Start { key: AttachmentKey, start: Start },
     /// End the attachment, at any stage. The answer is `Ended`, unless it was sent already.
     End { key: AttachmentKey, reason: Reason },
 }
@@ -65,6 +63,21 @@ pub(crate) enum GuestEvent {
     Started { key: AttachmentKey },
     /// The pages are not touched any more, and never will be. The endpoint's device may be removed.
     Ended { key: AttachmentKey, reason: Reason },
+}
+
+/// An answer of the device of a guest endpoint.
+#[derive(Debug)]
+pub(crate) struct GuestAnswer {
+    pub(super) key: AttachmentKey,
+    pub(super) answer: AnswerKind,
+}
+
+#[derive(Debug)]
+pub(super) enum AnswerKind {
+    /// To the command with this number.
+    Command(u32, DeviceReply),
+    /// The device cannot go on.
+    Closed,
 }
 
 /// Where the devices of VMs report. A call never blocks, and is made on the worker of the device.

@@ -10,9 +10,9 @@ use zerosock_sys::{PeerFd, fd_passing};
 use super::guest_orders::GuestEvent;
 use super::state::bridge::BridgePeer;
 use super::{Context, Device};
-use crate::control::guest::{DOORBELL_PORT, REGISTRATION_PORT};
 use crate::device::guest_bridges::GuestBridges;
 use crate::device::host_sockets::{HostSocket, Refusal};
+use crate::registration::{DOORBELL_PORT, REGISTRATION_PORT};
 use crate::stats::RefusalCause;
 
 /// The first port that processes without CAP_NET_BIND_SERVICE can connect from.

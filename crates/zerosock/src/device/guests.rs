@@ -23,9 +23,9 @@ use super::guest_orders::{AttachmentKey, GuestEvent, GuestOrder};
 use super::model::VsockModel;
 use super::state::guests::{Attachment, Checked, End, Endpoint, Guests, PageCheck, Rest};
 use super::{Context, Device};
-use crate::control::guest::key::Nonce;
-use crate::control::guest::page_value::PAGE;
-use crate::control::guest::wire::{Reason, Refusal, Start, Token};
+use crate::registration::key::Nonce;
+use crate::registration::page_value::PAGE;
+use crate::registration::{Reason, Refusal, Start, Token};
 
 /// Pages that are checked in a turn, in about a tenth of a millisecond.
 const PAGES_PER_TURN: u64 = 256;

@@ -12,9 +12,9 @@ use zerosock_vhost_user::{DeviceCommand, DeviceReply};
 use super::guest_lab::*;
 use super::guest_orders::{AttachmentKey, GuestEvent, GuestOrder};
 use super::{EVENT, RX, TX, test_guest};
-use crate::control::guest::key::Nonce;
-use crate::control::guest::page_value::PAGE;
-use crate::control::guest::wire::{Reason, Refusal, Start, Token};
+use crate::registration::key::Nonce;
+use crate::registration::page_value::PAGE;
+use crate::registration::{Reason, Refusal, Start, Token};
 use zerosock_ring::Extent;
 use zerosock_virtio::outbox::DeviceAddr;
 

@@ -19,14 +19,13 @@
 //!   ahead.
 //! - The body of a request is looked at only behind a valid tag.
 
-use std::fmt;
-
 use zerosock_proto::Cid;
-use zerosock_ring::{Extent, ExtentError, MAX_REGIONS};
+use zerosock_ring::{Extent, MAX_REGIONS};
 
 use super::key::{GuestKey, Nonce, StreamTags, TAG_LEN};
 use crate::control::attach::codec as attach;
 use crate::control::attach::{AttachRequest, Version};
+pub use crate::registration::{Reason, Refusal, Start, Token};
 
 /// The first bytes of every message.
 pub const MAGIC: [u8; 4] = *b"zsge";
@@ -66,16 +65,6 @@ const OP_KNOWN: u16 = 0x106;
 #[derive(Copy, Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct AttachmentId(pub [u8; ID_LEN]);
 
-/// What opens the doorbell of an attachment, once: a secret.
-#[derive(Copy, Clone, Eq, PartialEq)]
-pub struct Token(pub [u8; ID_LEN]);
-
-impl fmt::Debug for Token {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Token")
-    }
-}
-
 /// A request to make an endpoint on these pages.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Register {
@@ -85,18 +74,6 @@ pub struct Register {
     pub endpoint: AttachRequest,
     /// The pages, in the order of the endpoint's file.
     pub extents: Vec<Extent>,
-}
-
-/// A request to start the queues of an endpoint that was accepted.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Start {
-    /// The virtio features that the driver accepts of those that the device has.
-    pub features: u64,
-    /// Descriptors of each queue.
-    pub queue_size: u16,
-    /// Where the rings of the receive, transmit and event queue begin, in bytes from the start of the file: as
-    /// [`DriverLayout::at`](zerosock_ring::DriverLayout::at) takes it.
-    pub rings: [u64; 3],
 }
 
 /// A request of an agent.
@@ -136,86 +113,6 @@ pub enum Answer {
     Ended(Reason),
     /// The answer to a query: whether the attachment is in use.
     Known(bool),
-}
-
-/// Why a request was refused.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Refusal {
-    /// The reason.
-    pub reason: Reason,
-    /// The position of the extent that it is about; else 0.
-    pub index: u32,
-}
-
-/// Why the daemon has refused a request, or has ended an endpoint. A later minor version may have others than these.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub struct Reason(pub u16);
-
-/// Makes a constant and a text of each reason.
-macro_rules! reasons {
-    ($($name:ident = $number:literal: $text:literal,)*) => {
-        impl Reason {
-            $(#[doc = $text] pub const $name: Reason = Reason($number);)*
-        }
-
-        impl fmt::Display for Reason {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                match *self {
-                    $(Reason::$name => f.write_str($text),)*
-                    Reason(number) => write!(f, "reason {number} of a later version"),
-                }
-            }
-        }
-    };
-}
-
-reasons! {
-    REQUESTED = 0: "requested by the agent",
-    VERSION_MISMATCH = 1: "the two sides speak different major versions",
-    FAILED = 2: "the tag is wrong, or a page has not shown its value: the log of the daemon says which",
-    BAD_REQUEST = 3: "the request breaks the protocol",
-    CID_TAKEN = 4: "another endpoint has the CID",
-    NAME_TAKEN = 5: "another endpoint has the name",
-    NOT_PERMITTED = 6: "the VM may have no endpoint of this name",
-    FULL = 7: "the VM has as many endpoints, or as much memory in them, as it may have",
-    TOO_MANY_EXTENTS = 8: "more extents than are taken",
-    UNALIGNED = 9: "an extent does not consist of whole huge pages",
-    OUTSIDE = 10: "an extent lies outside of the VM's memory",
-    OVERLAP = 11: "an extent overlaps another one of the list",
-    IN_USE = 12: "an extent belongs to another attachment",
-    NOT_READY = 13: "the VM's own device does not run, or with several queue pairs",
-    RINGS = 14: "the rings do not lie in the pages",
-    SERVER_FAILED = 15: "a system call failed in the daemon",
-    DEVICE_RESET = 16: "the guest's driver has reset the VM's device",
-    FRONTEND_GONE = 17: "the VM's front-end has disconnected",
-    MEMORY_CHANGED = 18: "the pages are not in the VM's new memory, or have lost their values while the VM was stopped",
-    MEMORY_LOST = 19: "memory of the VM has vanished",
-    DOORBELL_CLOSED = 20: "the doorbell was closed",
-    RING_BROKEN = 21: "a ring is broken",
-    REMOVED = 22: "the daemon ends, or the VM or the option was removed",
-    ATTACHMENT_IN_USE = 23: "another request has named this attachment, and its pages may be in use",
-    NOT_STOPPED = 24: "a program on the host has kept a buffer in the pages for too long, so their queues could not stop",
-}
-
-impl From<Reason> for Refusal {
-    fn from(reason: Reason) -> Refusal {
-        Refusal { reason, index: 0 }
-    }
-}
-
-impl From<ExtentError> for Refusal {
-    fn from(error: ExtentError) -> Refusal {
-        let (reason, index) = match error {
-            ExtentError::TooMany { .. } => (Reason::TOO_MANY_EXTENTS, 0),
-            ExtentError::Unaligned { index, .. } => (Reason::UNALIGNED, index),
-            ExtentError::Outside { index, .. } => (Reason::OUTSIDE, index),
-            ExtentError::Overlap { second, .. } => (Reason::OVERLAP, second),
-            ExtentError::ZeroLength { index } => (Reason::BAD_REQUEST, index),
-            _ => (Reason::BAD_REQUEST, 0),
-        };
-        let index = u32::try_from(index).unwrap_or(u32::MAX);
-        Refusal { reason, index }
-    }
 }
 
 /// Why bytes are not a message: the fault of the side that has sent them. Nothing behind them can be read.

@@ -3,6 +3,8 @@
 use proptest::prelude::*;
 use zerosock_proto::Port;
 
+use zerosock_ring::ExtentError;
+
 use super::*;
 use crate::control::guest::key::{KeyError, MIN_KEY};
 use crate::routing::name::MAX_NAME;

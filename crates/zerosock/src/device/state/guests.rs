@@ -21,11 +21,11 @@ use zerosock_virtio::command::QueueStarted;
 use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::poller::Poller;
 
-use super::{EVENT, RX, TX};
-use crate::control::guest::key::Nonce;
-use crate::control::guest::page_value::{PAGE, find_wrong_page};
-use crate::control::guest::wire::{Reason, Refusal, Start, Token};
+use super::queue_index::{EVENT, RX, TX};
 use crate::device::guest_orders::{AttachmentKey, GuestReports};
+use crate::registration::key::Nonce;
+use crate::registration::page_value::{PAGE, find_wrong_page};
+use crate::registration::{Reason, Refusal, Start, Token};
 
 /// The queues of an endpoint, in the order in which they stop: that with the buffers that are written first.
 const QUEUES: [u16; 3] = [RX, TX, EVENT];

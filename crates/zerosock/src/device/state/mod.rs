@@ -18,6 +18,7 @@ pub(crate) mod lingering;
 pub(crate) mod messages;
 pub(crate) mod peer;
 pub(crate) mod program;
+pub(crate) mod queue_index;
 pub(crate) mod queue_pairs;
 pub(crate) mod sibling_message;
 pub(crate) mod stop;
@@ -52,6 +53,7 @@ use self::guests::Guests;
 use self::host::{Handshake, HostAccess};
 use self::lingering::Lingering;
 use self::program::App;
+pub(crate) use self::queue_index::{EVENT, RX, TX};
 use self::queue_pairs::QueuePairSet;
 use self::stop::Stop;
 use self::teardown::Teardown;
@@ -63,15 +65,6 @@ use crate::routing::Routes;
 use crate::stats::{Counters, Gauges};
 use crate::table::coalesced::CoalescedWrites;
 use crate::table::outgoing::Outgoing;
-
-/// Index of the receive queue: buffers for packets to the guest (virtio 1.2, 5.10.2).
-pub(crate) const RX: u16 = 0;
-
-/// Index of the transmit queue: packets from the guest.
-pub(crate) const TX: u16 = 1;
-
-/// Index of the event queue.
-pub(crate) const EVENT: u16 = 2;
 
 /// Limits of each device.
 #[derive(Clone, Copy, Debug)]

@@ -17,8 +17,7 @@ use zerosock_virtio::outbox::DeviceAddr;
 
 use super::host::{Caller, Client};
 use super::peer::Peer;
-use crate::device::guest_commands::GuestAnswer;
-use crate::device::guest_orders::GuestOrder;
+use crate::device::guest_orders::{GuestAnswer, GuestOrder};
 use crate::device::host_sockets::{HostSocket, Refusal};
 use crate::device::outbound::HeldChain;
 use crate::table::sockets::MessageEnd;

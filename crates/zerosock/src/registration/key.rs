@@ -78,7 +78,7 @@ impl fmt::Debug for GuestKey {
 
 /// The tags of the requests of one stream, in their order.
 #[derive(Clone, Debug)]
-pub(super) struct StreamTags {
+pub(crate) struct StreamTags {
     /// Has read key, label and nonce.
     begun: Hmac<Sha256>,
     /// The number of the next request.
@@ -86,7 +86,7 @@ pub(super) struct StreamTags {
 }
 
 impl StreamTags {
-    pub(super) fn new(key: &GuestKey, nonce: &Nonce) -> StreamTags {
+    pub(crate) fn new(key: &GuestKey, nonce: &Nonce) -> StreamTags {
         let begun = key.0.clone().chain_update(nonce.0);
         StreamTags { begun, number: 0 }
     }
@@ -100,14 +100,14 @@ impl StreamTags {
     }
 
     /// The tag of the next request, which has these bytes.
-    pub(super) fn next(&mut self, message: &[u8]) -> [u8; TAG_LEN] {
+    pub(crate) fn next(&mut self, message: &[u8]) -> [u8; TAG_LEN] {
         let tag = self.over(message).finalize().into_bytes().into();
         self.number = self.number.wrapping_add(1);
         tag
     }
 
     /// Whether this is the tag of the next request. If it is, the one behind that is the next.
-    pub(super) fn verify(&mut self, message: &[u8], tag: &[u8]) -> bool {
+    pub(crate) fn verify(&mut self, message: &[u8], tag: &[u8]) -> bool {
         let valid = self.over(message).verify_slice(tag).is_ok();
         self.number = self.number.wrapping_add(u32::from(valid));
         valid

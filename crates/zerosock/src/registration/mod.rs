@@ -1,0 +1,126 @@
+//! What the device of a VM and the server of its agents both need for guest endpoints: ports, keys, the values of pages,
+//! and the terms of the messages. [`control::guest`](crate::control::guest) has the protocol.
+
+// - `key`: the key of a VM, and the tags of requests;
+// - `page_value`: what the agent writes into the pages.
+
+use std::fmt;
+
+use zerosock_proto::Port;
+use zerosock_ring::ExtentError;
+
+pub mod key;
+pub mod page_value;
+
+/// The port of CID 2 at which an agent opens its stream, from a port below 1024: the first bytes of every message, as a
+/// number. No rule, service or program can have it on a VM that may have guest endpoints.
+pub const REGISTRATION_PORT: Port = Port::new(0x7a73_6765);
+
+/// The port of CID 2 at which doorbells are opened. The guest sends the token of the attachment first, and one byte for
+/// each wake-up from then on. The daemon sends one byte for each wake-up.
+pub const DOORBELL_PORT: Port = Port::new(0x7a73_6766);
+
+/// Bytes of the secret of a doorbell.
+const TOKEN_LEN: usize = 16;
+
+/// What opens the doorbell of an attachment, once: a secret.
+#[derive(Copy, Clone, Eq, PartialEq)]
+pub struct Token(pub [u8; TOKEN_LEN]);
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token")
+    }
+}
+
+/// A request to start the queues of an endpoint that was accepted.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Start {
+    /// The virtio features that the driver accepts of those that the device has.
+    pub features: u64,
+    /// Descriptors of each queue.
+    pub queue_size: u16,
+    /// Where the rings of the receive, transmit and event queue begin, in bytes from the start of the file: as
+    /// [`DriverLayout::at`](zerosock_ring::DriverLayout::at) takes it.
+    pub rings: [u64; 3],
+}
+
+/// Why a request was refused.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Refusal {
+    /// The reason.
+    pub reason: Reason,
+    /// The position of the extent that it is about; else 0.
+    pub index: u32,
+}
+
+/// Why the daemon has refused a request, or has ended an endpoint. A later minor version may have others than these.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Reason(pub u16);
+
+/// Makes a constant and a text of each reason.
+macro_rules! reasons {
+    ($($name:ident = $number:literal: $text:literal,)*) => {
+        impl Reason {
+            $(#[doc = $text] pub const $name: Reason = Reason($number);)*
+        }
+
+        impl fmt::Display for Reason {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match *self {
+                    $(Reason::$name => f.write_str($text),)*
+                    Reason(number) => write!(f, "reason {number} of a later version"),
+                }
+            }
+        }
+    };
+}
+
+reasons! {
+    REQUESTED = 0: "requested by the agent",
+    VERSION_MISMATCH = 1: "the two sides speak different major versions",
+    FAILED = 2: "the tag is wrong, or a page has not shown its value: the log of the daemon says which",
+    BAD_REQUEST = 3: "the request breaks the protocol",
+    CID_TAKEN = 4: "another endpoint has the CID",
+    NAME_TAKEN = 5: "another endpoint has the name",
+    NOT_PERMITTED = 6: "the VM may have no endpoint of this name",
+    FULL = 7: "the VM has as many endpoints, or as much memory in them, as it may have",
+    TOO_MANY_EXTENTS = 8: "more extents than are taken",
+    UNALIGNED = 9: "an extent does not consist of whole huge pages",
+    OUTSIDE = 10: "an extent lies outside of the VM's memory",
+    OVERLAP = 11: "an extent overlaps another one of the list",
+    IN_USE = 12: "an extent belongs to another attachment",
+    NOT_READY = 13: "the VM's own device does not run, or with several queue pairs",
+    RINGS = 14: "the rings do not lie in the pages",
+    SERVER_FAILED = 15: "a system call failed in the daemon",
+    DEVICE_RESET = 16: "the guest's driver has reset the VM's device",
+    FRONTEND_GONE = 17: "the VM's front-end has disconnected",
+    MEMORY_CHANGED = 18: "the pages are not in the VM's new memory, or have lost their values while the VM was stopped",
+    MEMORY_LOST = 19: "memory of the VM has vanished",
+    DOORBELL_CLOSED = 20: "the doorbell was closed",
+    RING_BROKEN = 21: "a ring is broken",
+    REMOVED = 22: "the daemon ends, or the VM or the option was removed",
+    ATTACHMENT_IN_USE = 23: "another request has named this attachment, and its pages may be in use",
+    NOT_STOPPED = 24: "a program on the host has kept a buffer in the pages for too long, so their queues could not stop",
+}
+
+impl From<Reason> for Refusal {
+    fn from(reason: Reason) -> Refusal {
+        Refusal { reason, index: 0 }
+    }
+}
+
+impl From<ExtentError> for Refusal {
+    fn from(error: ExtentError) -> Refusal {
+        let (reason, index) = match error {
+            ExtentError::TooMany { .. } => (Reason::TOO_MANY_EXTENTS, 0),
+            ExtentError::Unaligned { index, .. } => (Reason::UNALIGNED, index),
+            ExtentError::Outside { index, .. } => (Reason::OUTSIDE, index),
+            ExtentError::Overlap { second, .. } => (Reason::OVERLAP, second),
+            ExtentError::ZeroLength { index } => (Reason::BAD_REQUEST, index),
+            _ => (Reason::BAD_REQUEST, 0),
+        };
+        let index = u32::try_from(index).unwrap_or(u32::MAX);
+        Refusal { reason, index }
+    }
+}

@@ -53,6 +53,7 @@ fn a_registration_stream_reaches_the_control_thread() {
     control.write_all(b"hello").unwrap();
     let (_, payload) = lab.packet(1023);
     assert_eq!(payload, b"hello");
+    lab.until("room", |lab| lab.vm.is_drained().then_some(()));
     lab.vm.send_bytes(1023, to, b"register");
     let mut received = [0; 8];
     lab.until("the request", |_| match control.read(&mut received) {

@@ -82,7 +82,7 @@ impl Device {
         cx: &mut Context<'_>,
     ) {
         if local.cid == Cid::HOST {
-            if self.guests.is_some() && is_guest_port(local.port) {
+            if is_guest_port(local.port) && self.guests.as_ref().is_some_and(|it| it.is_open) {
                 return self.open_guest_port(flow, local.port, peer, socket_type, cx);
             }
             if let Err(denial) = cx.shared.routes.admit(self.cid, local) {

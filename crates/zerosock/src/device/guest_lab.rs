@@ -32,50 +32,52 @@ use crate::registration::{DOORBELL_PORT, page_value};
 use crate::registration::{Start, Token};
 use crate::routing::Routes;
 
-pub(super) const HUGE: u64 = Extent::HUGE_PAGE;
+pub(crate) const HUGE: u64 = Extent::HUGE_PAGE;
 /// Memory of the VM. Its kernel has the first three huge pages.
-pub(super) const RAM: u64 = 12 * HUGE;
+pub(crate) const RAM: u64 = 12 * HUGE;
 /// Pages for an endpoint, in an order that is not theirs.
-pub(super) const PAGES: [u64; 3] = [6, 4, 5];
-pub(super) const OTHER_PAGES: [u64; 3] = [9, 10, 8];
+pub(crate) const PAGES: [u64; 3] = [6, 4, 5];
+pub(crate) const OTHER_PAGES: [u64; 3] = [9, 10, 8];
 /// The number of the VM's device.
-pub(super) const VM: u32 = 0;
+pub(crate) const VM: u32 = 0;
 const VM_CID: Cid = Cid::new(3);
 const PATIENCE: Duration = Duration::from_secs(120);
 const RINGS: [u64; 3] = [test_guest::RX, test_guest::TX, test_guest::EVENT];
 
-pub(super) fn host(port: Port) -> Address {
+pub(crate) fn host(port: Port) -> Address {
     Address::new(Cid::HOST, port)
 }
 
-pub(super) struct GuestLab {
+pub(crate) struct GuestLab {
     dir: tempfile::TempDir,
-    pub(super) worker: Worker,
+    pub(crate) worker: Worker,
     sender: Sender<WorkerMessage>,
     events: Receiver<(Cid, GuestEvent)>,
-    pub(super) ram: OwnedFd,
+    pub(crate) ram: OwnedFd,
     /// The kernel of the VM.
-    pub(super) vm: Guest,
+    pub(crate) vm: Guest,
     /// What it has received.
     packets: Vec<(Repr, Vec<u8>)>,
     next: u32,
+    /// What was reported of the VM.
+    pub(crate) phases: Vec<&'static str>,
 }
 
 /// An endpoint, and the program on its pages.
-pub(super) struct TestEndpoint {
-    pub(super) key: AttachmentKey,
-    pub(super) number: u32,
-    pub(super) extents: Vec<Extent>,
+pub(crate) struct TestEndpoint {
+    pub(crate) key: AttachmentKey,
+    pub(crate) number: u32,
+    pub(crate) extents: Vec<Extent>,
     /// The pages as the guest has them.
-    pub(super) view: Arc<Memory>,
-    pub(super) guest: Guest,
-    pub(super) token: Token,
+    pub(crate) view: Arc<Memory>,
+    pub(crate) guest: Guest,
+    pub(crate) token: Token,
     /// The guest's port of the doorbell.
-    pub(super) doorbell: u32,
+    pub(crate) doorbell: u32,
 }
 
 /// A stream between the program on the pages and one on the host.
-pub(super) struct Stream {
+pub(crate) struct Stream {
     port: u32,
     program: UnixStream,
     /// Bytes written by the program on the host, and by that on the pages; and how many of them were read.
@@ -91,7 +93,7 @@ impl Stream {
     }
 
     /// The program on the host writes.
-    pub(super) fn write(&mut self, count: usize) {
+    pub(crate) fn write(&mut self, count: usize) {
         self.program
             .write_all(&bytes(self.to_endpoint, count))
             .unwrap();
@@ -116,7 +118,7 @@ impl Stream {
     }
 
     /// Waits for the end of the stream.
-    pub(super) fn ended(&mut self, lab: &mut GuestLab) {
+    pub(crate) fn ended(&mut self, lab: &mut GuestLab) {
         lab.until("the end of the stream", |_| {
             let mut buffer = vec![0; 1 << 16];
             match self.program.read(&mut buffer) {
@@ -133,7 +135,7 @@ fn byte(at: usize) -> u8 {
     (at * 7 + at / 251) as u8
 }
 
-pub(super) fn bytes(from: usize, count: usize) -> Vec<u8> {
+pub(crate) fn bytes(from: usize, count: usize) -> Vec<u8> {
     (from..from + count).map(byte).collect()
 }
 
@@ -147,7 +149,7 @@ fn map(ram: &OwnedFd, len: u64) -> Arc<Memory> {
     Arc::new(Memory::map(vec![(ram.try_clone().unwrap(), region)]).unwrap())
 }
 
-fn terms() -> Terms {
+pub(crate) fn terms() -> Terms {
     Terms {
         traffic: TrafficBoard::default(),
         max_connections: 1024,
@@ -162,12 +164,21 @@ fn addr(number: u32) -> DeviceAddr {
 }
 
 impl GuestLab {
-    pub(super) fn new() -> GuestLab {
+    pub(crate) fn new() -> GuestLab {
         GuestLab::with(true)
     }
 
     /// `sealed`: the VM's memory cannot shrink.
-    pub(super) fn with(sealed: bool) -> GuestLab {
+    pub(crate) fn with(sealed: bool) -> GuestLab {
+        GuestLab::build(sealed, None)
+    }
+
+    /// The device of the VM reports there, and not to the test.
+    pub(crate) fn reporting_to(reports: GuestReports) -> GuestLab {
+        GuestLab::build(true, Some(reports))
+    }
+
+    fn build(sealed: bool, reports_to: Option<GuestReports>) -> GuestLab {
         let dir = tempfile::tempdir().unwrap();
         let (sender, mailbox) = Mailbox::new().unwrap();
         // Else the first connect to a path waits for the connector.
@@ -209,16 +220,27 @@ impl GuestLab {
             vm,
             packets: Vec::new(),
             next: 1,
+            phases: Vec::new(),
         };
         let reports = GuestReports::new(move |cid, event| drop(report.send((cid, event))));
+        let reports = reports_to.unwrap_or(reports);
         lab.add_device(VM, DriverKind::Vm, Some(reports));
         lab.worker.start().unwrap();
         lab.connect_vm();
         lab
     }
 
+    pub(crate) fn senders(&self) -> Vec<Sender<WorkerMessage>> {
+        vec![self.sender.clone()]
+    }
+
+    /// A path in the directory of the programs on the host.
+    pub(crate) fn path(&self, name: &str) -> std::path::PathBuf {
+        self.dir.path().join(name)
+    }
+
     /// Connects the front-end of the VM, and starts its queues.
-    pub(super) fn connect_vm(&mut self) {
+    pub(crate) fn connect_vm(&mut self) {
         let link = FrontendLink::to(|_| {});
         self.done(DeviceCommand::Connected { link });
         self.done(DeviceCommand::SetFeatures(F_VERSION_1));
@@ -228,7 +250,7 @@ impl GuestLab {
         }
     }
 
-    pub(super) fn set_memory(&mut self, len: u64) {
+    pub(crate) fn set_memory(&mut self, len: u64) {
         let memory = map(&self.ram, len);
         self.done(DeviceCommand::SetMemory(memory));
     }
@@ -255,18 +277,18 @@ impl GuestLab {
     }
 
     /// Adds a device for a process, or for another VM.
-    pub(super) fn add_plain_device(&mut self, number: u32, driver: DriverKind) {
+    pub(crate) fn add_plain_device(&mut self, number: u32, driver: DriverKind) {
         self.add_device(number, driver, None);
     }
 
-    pub(super) fn remove_device(&mut self, number: u32) {
+    pub(crate) fn remove_device(&mut self, number: u32) {
         let message = WorkerMessage::RemoveDevice { number };
         self.sender.send(message).unwrap();
         self.settle();
     }
 
     /// Sends a command to the VM's device.
-    pub(super) fn command(&mut self, command: DeviceCommand) -> Receiver<DeviceReply> {
+    pub(crate) fn command(&mut self, command: DeviceCommand) -> Receiver<DeviceReply> {
         let (reply, answer) = Reply::channel();
         let command = WorkerMessage::Command {
             number: VM,
@@ -277,18 +299,18 @@ impl GuestLab {
         answer
     }
 
-    pub(super) fn answered(&mut self, command: DeviceCommand) -> DeviceReply {
+    pub(crate) fn answered(&mut self, command: DeviceCommand) -> DeviceReply {
         let answer = self.command(command);
         self.until("an answer", |_| answer.try_recv().ok())
     }
 
     #[track_caller]
-    pub(super) fn done(&mut self, command: DeviceCommand) {
+    pub(crate) fn done(&mut self, command: DeviceCommand) {
         assert_eq!(self.answered(command), DeviceReply::Done);
     }
 
     #[track_caller]
-    pub(super) fn start_queue(&mut self, index: u16, base: u16) {
+    pub(crate) fn start_queue(&mut self, index: u16, base: u16) {
         let config = test_guest::config(RINGS[usize::from(index)]);
         let config = zerosock_ring::QueueConfig { base, ..config };
         let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
@@ -304,7 +326,7 @@ impl GuestLab {
     }
 
     #[track_caller]
-    pub(super) fn stop_queue(&mut self, index: u16) -> u16 {
+    pub(crate) fn stop_queue(&mut self, index: u16) -> u16 {
         match self.answered(DeviceCommand::StopQueue { index }) {
             DeviceReply::Base(base) => base,
             other => panic!("{other:?}"),
@@ -312,17 +334,17 @@ impl GuestLab {
     }
 
     /// Stops the queues of the VM.
-    pub(super) fn pause(&mut self) -> [u16; 3] {
+    pub(crate) fn pause(&mut self) -> [u16; 3] {
         [RX, TX, EVENT].map(|index| self.stop_queue(index))
     }
 
-    pub(super) fn resume(&mut self, bases: [u16; 3]) {
+    pub(crate) fn resume(&mut self, bases: [u16; 3]) {
         for (index, base) in (0..).zip(bases) {
             self.start_queue(index, base);
         }
     }
 
-    pub(super) fn order(&mut self, order: GuestOrder) {
+    pub(crate) fn order(&mut self, order: GuestOrder) {
         let message = SiblingMessage::Guest(Box::new(order));
         let number = VM;
         let message = WorkerMessage::Device { number, message };
@@ -345,7 +367,7 @@ impl GuestLab {
     }
 
     #[track_caller]
-    pub(super) fn until<T>(
+    pub(crate) fn until<T>(
         &mut self,
         what: &str,
         mut look: impl FnMut(&mut GuestLab) -> Option<T>,
@@ -362,7 +384,7 @@ impl GuestLab {
     }
 
     /// Steps until nothing is to be done, for longer than a notification or a timer of some milliseconds takes.
-    pub(super) fn settle(&mut self) {
+    pub(crate) fn settle(&mut self) {
         let mut quiet = Instant::now();
         let end = quiet + PATIENCE;
         while quiet.elapsed() < Duration::from_millis(30) {
@@ -375,48 +397,56 @@ impl GuestLab {
     }
 
     #[track_caller]
-    pub(super) fn event(&mut self) -> GuestEvent {
-        let (cid, event) = self.until("an event", |lab| lab.events.try_recv().ok());
-        assert_eq!(cid, VM_CID);
-        event
+    pub(crate) fn event(&mut self) -> GuestEvent {
+        self.until("an event", |lab| lab.try_event())
     }
 
-    pub(super) fn try_event(&mut self) -> Option<GuestEvent> {
-        self.events.try_recv().ok().map(|(_, event)| event)
+    /// The next event of a stream or an attachment. Those of the VM before it are in `phases` then.
+    pub(crate) fn try_event(&mut self) -> Option<GuestEvent> {
+        loop {
+            let (cid, event) = self.events.try_recv().ok()?;
+            assert_eq!(cid, VM_CID);
+            match event {
+                GuestEvent::Stopped => self.phases.push("stopped"),
+                GuestEvent::Running => self.phases.push("running"),
+                GuestEvent::Reset => self.phases.push("reset"),
+                event => return Some(event),
+            }
+        }
     }
 
     #[track_caller]
-    pub(super) fn no_event(&mut self) {
+    pub(crate) fn no_event(&mut self) {
         self.settle();
-        let event = self.events.try_recv();
-        assert!(event.is_err(), "{event:?}");
+        let event = self.try_event();
+        assert!(event.is_none(), "{event:?}");
     }
 
     /// The next packet for this port of the guest's kernel.
     #[track_caller]
-    pub(super) fn packet(&mut self, port: u32) -> (Repr, Vec<u8>) {
+    pub(crate) fn packet(&mut self, port: u32) -> (Repr, Vec<u8>) {
         self.until("a packet", |lab| lab.take_packet(port))
     }
 
-    pub(super) fn take_packet(&mut self, port: u32) -> Option<(Repr, Vec<u8>)> {
+    pub(crate) fn take_packet(&mut self, port: u32) -> Option<(Repr, Vec<u8>)> {
         let mut all = self.packets.iter();
         let at = all.position(|(header, _)| header.dst.port.get() == port)?;
         Some(self.packets.remove(at))
     }
 
     #[track_caller]
-    pub(super) fn expect(&mut self, port: u32, op: Op) {
+    pub(crate) fn expect(&mut self, port: u32, op: Op) {
         let (header, _) = self.packet(port);
         assert_eq!(header.op.known(), Some(op));
     }
 
-    pub(super) fn next_number(&mut self) -> u32 {
+    pub(crate) fn next_number(&mut self) -> u32 {
         self.next += 1;
         self.next - 1
     }
 
     /// The memory of these huge pages, in a mapping of the guest.
-    pub(super) fn view(&self, pages: &[u64]) -> (Vec<Extent>, Arc<Memory>) {
+    pub(crate) fn view(&self, pages: &[u64]) -> (Vec<Extent>, Arc<Memory>) {
         let extents = pages.iter().map(|page| Extent {
             addr: page * HUGE,
             len: HUGE,
@@ -427,12 +457,12 @@ impl GuestLab {
     }
 
     /// Orders a check of pages with these values, and returns what is reported.
-    pub(super) fn check(&mut self, pages: &[u64]) -> (AttachmentKey, GuestEvent) {
+    pub(crate) fn check(&mut self, pages: &[u64]) -> (AttachmentKey, GuestEvent) {
         let key = self.order_check(pages);
         (key, self.event())
     }
 
-    pub(super) fn order_check(&mut self, pages: &[u64]) -> AttachmentKey {
+    pub(crate) fn order_check(&mut self, pages: &[u64]) -> AttachmentKey {
         let number = self.next_number();
         let (extents, view) = self.view(pages);
         let nonce = Nonce([number as u8; 32]);
@@ -448,7 +478,7 @@ impl GuestLab {
     }
 
     /// An attachment whose pages were checked, and that was accepted.
-    pub(super) fn accepted(&mut self, pages: &[u64]) -> TestEndpoint {
+    pub(crate) fn accepted(&mut self, pages: &[u64]) -> TestEndpoint {
         let (key, event) = self.check(pages);
         let len = pages.len() as u64 * HUGE;
         let GuestEvent::Checked { result, .. } = event else {
@@ -477,19 +507,19 @@ impl GuestLab {
     }
 
     /// Connects to the doorbell's port and sends these bytes.
-    pub(super) fn open_doorbell(&mut self, port: u32, bytes: &[u8]) {
+    pub(crate) fn open_doorbell(&mut self, port: u32, bytes: &[u8]) {
         self.vm.send(port, host(DOORBELL_PORT), Op::Request, 0);
         self.expect(port, Op::Response);
         self.ring(port, bytes);
     }
 
     /// Sends bytes on a doorbell.
-    pub(super) fn ring(&mut self, port: u32, bytes: &[u8]) {
+    pub(crate) fn ring(&mut self, port: u32, bytes: &[u8]) {
         self.until("room for a packet", |lab| lab.vm.is_drained().then_some(()));
         self.vm.send_bytes(port, host(DOORBELL_PORT), bytes);
     }
 
-    pub(super) fn order_start(&mut self, endpoint: &TestEndpoint) {
+    pub(crate) fn order_start(&mut self, endpoint: &TestEndpoint) {
         self.order(GuestOrder::Start {
             key: endpoint.key,
             start: Start {
@@ -501,7 +531,7 @@ impl GuestLab {
     }
 
     /// An endpoint that runs.
-    pub(super) fn endpoint(&mut self, pages: &[u64]) -> TestEndpoint {
+    pub(crate) fn endpoint(&mut self, pages: &[u64]) -> TestEndpoint {
         let endpoint = self.accepted(pages);
         self.open_doorbell(endpoint.doorbell, &endpoint.token.0);
         self.order_start(&endpoint);
@@ -514,7 +544,7 @@ impl GuestLab {
     }
 
     /// A connection of the endpoint to a program on the host.
-    pub(super) fn stream(&mut self, endpoint: &mut TestEndpoint) -> Stream {
+    pub(crate) fn stream(&mut self, endpoint: &mut TestEndpoint) -> Stream {
         let port = 5000 + self.next_number();
         let path = self
             .dir
@@ -543,7 +573,7 @@ impl GuestLab {
 
     /// Waits for a wake-up of the guest by this doorbell.
     #[track_caller]
-    pub(super) fn woken(&mut self, port: u32) {
+    pub(crate) fn woken(&mut self, port: u32) {
         let (header, bytes) = self.packet(port);
         assert_eq!(header.op.known(), Some(Op::Rw));
         assert_eq!(bytes, [1]);
@@ -551,7 +581,7 @@ impl GuestLab {
 
     /// Both programs send so many bytes, and get those that have been sent before as well.
     #[track_caller]
-    pub(super) fn exchange(&mut self, endpoint: &mut TestEndpoint, stream: &mut Stream, n: usize) {
+    pub(crate) fn exchange(&mut self, endpoint: &mut TestEndpoint, stream: &mut Stream, n: usize) {
         stream.write(n);
         self.finish_to_endpoint(endpoint, stream);
         self.send(endpoint, stream, n);
@@ -560,7 +590,7 @@ impl GuestLab {
     }
 
     /// The program on the pages puts a packet into its queue.
-    pub(super) fn send(&mut self, endpoint: &mut TestEndpoint, stream: &mut Stream, count: usize) {
+    pub(crate) fn send(&mut self, endpoint: &mut TestEndpoint, stream: &mut Stream, count: usize) {
         self.until("room", |_| endpoint.guest.is_drained().then_some(()));
         let to = host(Port::new(stream.port));
         let bytes = bytes(stream.from_endpoint, count);
@@ -569,7 +599,7 @@ impl GuestLab {
     }
 
     #[track_caller]
-    pub(super) fn finish_to_endpoint(&mut self, endpoint: &mut TestEndpoint, stream: &mut Stream) {
+    pub(crate) fn finish_to_endpoint(&mut self, endpoint: &mut TestEndpoint, stream: &mut Stream) {
         let mut left = stream.unread();
         self.until("the program's bytes", |_| {
             for (header, payload) in endpoint.guest.received_bytes() {
@@ -583,7 +613,7 @@ impl GuestLab {
     }
 
     #[track_caller]
-    pub(super) fn finish_from_endpoint(&mut self, stream: &mut Stream) {
+    pub(crate) fn finish_from_endpoint(&mut self, stream: &mut Stream) {
         self.until("the endpoint's bytes", |_| {
             stream.read();
             (stream.read_by_program == stream.from_endpoint).then_some(())
@@ -591,12 +621,12 @@ impl GuestLab {
     }
 }
 
-pub(super) fn cid(number: u32) -> Cid {
+pub(crate) fn cid(number: u32) -> Cid {
     Cid::new(3 + number)
 }
 
 /// Overwrites bytes of a memory.
-pub(super) fn fill(memory: &Memory, at: u64, len: u64, byte: u8) {
+pub(crate) fn fill(memory: &Memory, at: u64, len: u64, byte: u8) {
     let mut pieces = Vec::new();
     memory.translate(at, len as u32, &mut pieces).unwrap();
     assert_eq!(
@@ -605,7 +635,7 @@ pub(super) fn fill(memory: &Memory, at: u64, len: u64, byte: u8) {
     );
 }
 
-pub(super) fn read(memory: &Memory) -> Vec<u8> {
+pub(crate) fn read(memory: &Memory) -> Vec<u8> {
     let mut pieces = Vec::new();
     let mut bytes = vec![0; memory.size() as usize];
     memory
@@ -617,7 +647,7 @@ pub(super) fn read(memory: &Memory) -> Vec<u8> {
 
 impl TestEndpoint {
     /// Overwrites the value in a huge page of its memory.
-    pub(super) fn lose_value(&self, page: u64) {
+    pub(crate) fn lose_value(&self, page: u64) {
         let at = page * HUGE + HUGE - PAGE + page_value::VALUE_AT;
         fill(&self.view, at, 1, 0xee);
     }

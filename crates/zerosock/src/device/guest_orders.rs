@@ -47,6 +47,9 @@ pub(crate) enum GuestOrder {
     Start { key: AttachmentKey, start: Start },
     /// End the attachment, at any stage. The answer is `Ended`, unless it was sent already.
     End { key: AttachmentKey, reason: Reason },
+    /// From now on the guest may register endpoints, which are reported there; `None`: it may not, and its two ports are
+    /// as any other. Attachments are not affected. Has no answer.
+    Allow(Option<GuestReports>),
 }
 
 /// A report of the device of a VM.
@@ -63,6 +66,13 @@ pub(crate) enum GuestEvent {
     Started { key: AttachmentKey },
     /// The pages are not touched any more, and never will be. The endpoint's device may be removed.
     Ended { key: AttachmentKey, reason: Reason },
+    /// The queues of the VM have stopped: its agents can neither send nor receive.
+    Stopped,
+    /// They run, for the first time or again.
+    Running,
+    /// The guest's driver has reset the device, has left it, or starts anew. Sent once for each such event, before
+    /// `Running`.
+    Reset,
 }
 
 /// An answer of the device of a guest endpoint.

@@ -19,10 +19,10 @@ use zerosock_virtio::queues::{Quiesced, Scope};
 use zerosock_virtio::worker::WorkerPort;
 
 use super::guest_commands::queue_config;
-use super::guest_orders::{AttachmentKey, GuestEvent, GuestOrder};
+use super::guest_orders::{AttachmentKey, GuestEvent, GuestOrder, GuestReports};
 use super::model::VsockModel;
-use super::state::guests::{Attachment, Checked, End, Endpoint, Guests, PageCheck, Rest};
-use super::{Context, Device};
+use super::state::guests::{Attachment, Checked, End, Endpoint, Guests, PageCheck, Phase, Rest};
+use super::{Context, Device, EVENT};
 use crate::registration::key::Nonce;
 use crate::registration::page_value::PAGE;
 use crate::registration::{Reason, Refusal, Start, Token};
@@ -45,10 +45,25 @@ impl Device {
             GuestOrder::Accept { key, device, token } => (key, self.accept(key, device, token)),
             GuestOrder::Start { key, start } => (key, self.set_start(key, start)),
             GuestOrder::End { key, reason } => (key, Err(reason)),
+            GuestOrder::Allow(reports) => return self.allow_guests(reports),
         };
         match done {
             Ok(()) => self.drive_guests(cx),
             Err(reason) => self.end_guest(key, reason, false, cx),
+        }
+    }
+
+    /// Opens the two ports, or closes them to new streams.
+    fn allow_guests(&mut self, reports: Option<GuestReports>) {
+        match (&mut self.guests, reports) {
+            (Some(guests), reports) => guests.is_open = reports.is_some(),
+            (None, Some(reports)) => {
+                let mut guests = Guests::new(reports);
+                guests.log = self.queues.log();
+                guests.set_phase(self.cid, Phase::Running);
+                self.guests = Some(Box::new(guests));
+            }
+            (None, None) => {}
         }
     }
 
@@ -155,9 +170,15 @@ impl Device {
             return;
         };
         match scope {
-            Scope::Queue(index) => guests.pause.queue_stops(index),
+            Scope::Queue(index) => {
+                guests.pause.queue_stops(index);
+                guests.set_phase(self.cid, Phase::Stopped);
+            }
             Scope::Memory => guests.pause.replaces_memory = true,
-            Scope::Reset => return self.end_all_guests(Reason::DEVICE_RESET, false, cx),
+            Scope::Reset => {
+                guests.set_phase(self.cid, Phase::Reset);
+                return self.end_all_guests(Reason::DEVICE_RESET, false, cx);
+            }
         }
         self.drive_guests(cx);
     }
@@ -185,7 +206,16 @@ impl Device {
             return;
         };
         let was_stopped = !guests.pause.allows();
-        if !guests.pause.queue_started(index, started) {
+        let goes_on = guests.pause.queue_started(index, started);
+        // A driver that starts after a pause that was too long for the connections does not stop the endpoints again.
+        let is_new = guests.phase() == Phase::Stopped && index != EVENT && started.base == 0;
+        if !goes_on || is_new {
+            guests.set_phase(self.cid, Phase::Reset);
+        }
+        if guests.pause.is_over() {
+            guests.set_phase(self.cid, Phase::Running);
+        }
+        if !goes_on {
             return self.end_all_guests(Reason::DEVICE_RESET, true, cx);
         }
         if was_stopped {
@@ -239,8 +269,12 @@ impl Device {
     /// Ends all attachments before the VM forgets its connections. Returns true when their devices have no queues and
     /// no memory any more.
     pub(super) fn end_guests(&mut self, cx: &mut Context<'_>) -> bool {
-        if self.guests.is_none() {
+        let Some(guests) = &mut self.guests else {
             return true;
+        };
+        // Else it may be a long pause, which connections do not outlast.
+        if self.queues.link.is_none() {
+            guests.set_phase(self.cid, Phase::Reset);
         }
         let reason = match self.queues.link {
             _ if self.has_lost_memory() => Reason::MEMORY_LOST,

@@ -5,16 +5,18 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use zerosock_proto::Port;
+use zerosock_proto::wire::vsock::Op;
 use zerosock_ring::DirtyLog;
 use zerosock_vhost_user::session::{F_LOG_ALL, F_VERSION_1};
 use zerosock_vhost_user::{DeviceCommand, DeviceReply};
 
 use super::guest_lab::*;
-use super::guest_orders::{AttachmentKey, GuestEvent, GuestOrder};
+use super::guest_orders::{AttachmentKey, GuestEvent, GuestOrder, GuestReports};
 use super::{EVENT, RX, TX, test_guest};
 use crate::registration::key::Nonce;
 use crate::registration::page_value::PAGE;
-use crate::registration::{Reason, Refusal, Start, Token};
+use crate::registration::{REGISTRATION_PORT, Reason, Refusal, Start, Token};
 use zerosock_ring::Extent;
 use zerosock_virtio::outbox::DeviceAddr;
 
@@ -560,4 +562,59 @@ fn orders_for_attachments_that_do_not_exist_do_nothing() {
     lab.order_start(&other);
     lab.order(GuestOrder::End { key, reason });
     lab.no_event();
+}
+
+/// The time limits of agents do not run while the VM is stopped, and a reset opens a port that was shut.
+#[test]
+fn stops_and_resets_of_the_vm_are_reported_once() {
+    let mut lab = GuestLab::new();
+    let next = |lab: &mut GuestLab| {
+        lab.no_event();
+        std::mem::take(&mut lab.phases)
+    };
+    assert_eq!(next(&mut lab), ["running"]);
+    // So that no queue stops at 0.
+    lab.vm.send(1023, host(Port::new(1)), Op::Request, 0);
+    lab.expect(1023, Op::Rst);
+    let bases = lab.pause();
+    // Longer than connections outlast.
+    assert_eq!(next(&mut lab), ["stopped"]);
+    lab.resume(bases);
+    assert_eq!(next(&mut lab), ["running"]);
+    // Another driver, without and with a reset that the VMM tells of.
+    lab.pause();
+    lab.vm = super::test_guest::Guest::on(cid(VM), lab.view(&[0, 1, 2]).1, |_| true);
+    lab.resume([0; 3]);
+    assert_eq!(next(&mut lab), ["stopped", "reset", "running"]);
+    lab.done(DeviceCommand::ResetDevice);
+    assert_eq!(next(&mut lab), ["reset"]);
+    lab.done(DeviceCommand::Disconnected);
+    lab.vm = super::test_guest::Guest::on(cid(VM), lab.view(&[0, 1, 2]).1, |_| true);
+    lab.connect_vm();
+    assert_eq!(next(&mut lab), ["running"]);
+    lab.done(DeviceCommand::Disconnected);
+    assert_eq!(next(&mut lab), ["reset"]);
+}
+
+#[test]
+fn the_ports_close_and_open_while_the_vm_runs() {
+    let mut lab = GuestLab::new();
+    let mut port = 900;
+    let mut connect = |lab: &mut GuestLab| {
+        port += 1;
+        lab.vm.send(port, host(REGISTRATION_PORT), Op::Request, 0);
+        lab.packet(port).0.op.known()
+    };
+    assert_eq!(connect(&mut lab), Some(Op::Response));
+    let GuestEvent::Stream(_open) = lab.event() else {
+        panic!("no stream");
+    };
+    lab.order(GuestOrder::Allow(None));
+    assert_eq!(connect(&mut lab), Some(Op::Rst));
+    lab.no_event();
+    let (report, _reports) = std::sync::mpsc::channel();
+    let reports = GuestReports::new(move |cid, event| drop(report.send((cid, event))));
+    lab.order(GuestOrder::Allow(Some(reports)));
+    assert_eq!(connect(&mut lab), Some(Op::Response));
+    assert!(matches!(lab.event(), GuestEvent::Stream(_)));
 }

@@ -62,7 +62,7 @@ mod guest_backlog_tests;
 mod guest_bridges;
 pub(crate) mod guest_commands;
 #[cfg(test)]
-mod guest_lab;
+pub(crate) mod guest_lab;
 pub(crate) mod guest_orders;
 mod guest_ports;
 mod guests;

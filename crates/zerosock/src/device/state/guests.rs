@@ -13,7 +13,7 @@ use std::sync::{Arc, Weak};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
-use zerosock_proto::Instant;
+use zerosock_proto::{Cid, Instant};
 use zerosock_ring::{DirtyLog, Extent, Memory};
 use zerosock_sys::notify::ThreadCount;
 use zerosock_vhost_user::DeviceReply;
@@ -22,7 +22,7 @@ use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::poller::Poller;
 
 use super::queue_index::{EVENT, RX, TX};
-use crate::device::guest_orders::{AttachmentKey, GuestReports};
+use crate::device::guest_orders::{AttachmentKey, GuestEvent, GuestReports};
 use crate::registration::key::Nonce;
 use crate::registration::page_value::{PAGE, find_wrong_page};
 use crate::registration::{Reason, Refusal, Start, Token};
@@ -33,6 +33,10 @@ const QUEUES: [u16; 3] = [RX, TX, EVENT];
 /// The guest endpoints of a VM. Its first queue pair has them.
 pub(crate) struct Guests {
     pub(in crate::device) reports: GuestReports,
+    /// Whether the guest may register endpoints.
+    pub(in crate::device) is_open: bool,
+    /// What was reported last of the VM.
+    phase: Phase,
     pub(in crate::device) attachments: BTreeMap<AttachmentKey, Attachment>,
     pub(in crate::device) pause: Pause,
     /// The VM's log of written pages, while it is on.
@@ -47,12 +51,32 @@ impl Guests {
     pub(in crate::device) fn new(reports: GuestReports) -> Guests {
         Guests {
             reports,
+            is_open: true,
+            phase: Phase::Reset,
             attachments: BTreeMap::new(),
             pause: Pause::default(),
             log: None,
             threads: ThreadCount::default(),
             wakes_at: None,
         }
+    }
+
+    pub(in crate::device) fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    /// Reports what the VM does now, if that is something else than before. Queues that stop behind a reset are no pause.
+    pub(in crate::device) fn set_phase(&mut self, cid: Cid, phase: Phase) {
+        if phase == self.phase || (self.phase, phase) == (Phase::Reset, Phase::Stopped) {
+            return;
+        }
+        self.phase = phase;
+        let event = match phase {
+            Phase::Running => GuestEvent::Running,
+            Phase::Stopped => GuestEvent::Stopped,
+            Phase::Reset => GuestEvent::Reset,
+        };
+        self.reports.send(cid, event);
     }
 
     /// The position of the first of these extents that has bytes of an attachment. They do not overlap each other.
@@ -91,6 +115,16 @@ impl Guests {
     }
 }
 
+/// What the queues of a VM do.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(in crate::device) enum Phase {
+    Running,
+    /// They may go on where they were stopped.
+    Stopped,
+    /// They have not run since a reset, or since the front-end has connected.
+    Reset,
+}
+
 /// How far the endpoints have come with stopping.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(in crate::device) enum Rest {
@@ -114,6 +148,11 @@ impl Pause {
     /// Whether endpoints may run.
     pub(in crate::device) fn allows(&self) -> bool {
         self.stopped == 0 && !self.replaces_memory
+    }
+
+    /// Whether all queues that have run do run.
+    pub(in crate::device) fn is_over(&self) -> bool {
+        self.stopped == 0
     }
 
     pub(in crate::device) fn queue_stops(&mut self, index: u16) {

@@ -56,6 +56,7 @@ fn vm(dir: &Path, cid: u32) -> VmConfig {
         groups: vec!["default".into()],
         require_sealed_memory: false,
         stopped_timeout: None,
+        guest_endpoints: None,
     }
 }
 

@@ -3,12 +3,15 @@
 //! `zerosock serve` runs it; a program can also run it in its own process. No code here is on the packet
 //! path.
 
+pub use crate::control::attach::directory::RegisteredEndpoint;
 use crate::control::attach::{AttachConfig, Process};
 use crate::control::config::system;
 pub use crate::control::config::{
     CONNECT_TIMEOUT, HostSide, HybridMessages, Reload, ReloadError, STOPPED_TIMEOUT, StartError,
     VmConfig,
 };
+pub use crate::control::guest::key::{GuestKey, KeyError};
+pub use crate::control::guest::options::GuestEndpoints;
 use crate::control::shares::MemoryLimits;
 pub use crate::control::shares::Shares;
 use crate::control::{self, ControlPlane, Setup, WantedRules};
@@ -50,6 +53,7 @@ use zerosock_virtio::mailbox::Sender;
 ///     groups: vec!["default".into()],
 ///     require_sealed_memory: false,
 ///     stopped_timeout: Some(STOPPED_TIMEOUT),
+///     guest_endpoints: None,
 /// };
 /// let daemon = Daemon::start(DaemonConfig { vms: vec![vm], ..DaemonConfig::default() })?;
 /// daemon.shutdown();
@@ -342,7 +346,12 @@ impl Daemon {
         self.control_plane.directory.processes()
     }
 
-    /// The CID of the attached process of this name.
+    /// The endpoints that guests have registered now.
+    pub fn guest_endpoints(&self) -> Vec<RegisteredEndpoint> {
+        self.control_plane.directory.guests.endpoints()
+    }
+
+    /// The CID of the attached process or guest endpoint of this name.
     pub fn resolve(&self, name: &Name) -> Option<Cid> {
         self.control_plane.directory.resolve(name)
     }

@@ -132,6 +132,7 @@ fn start_device(socket: &Path, uds: &Path) -> Result<Daemon, Failure> {
         groups: Vec::new(),
         require_sealed_memory: false,
         stopped_timeout: None,
+        guest_endpoints: None,
     };
     let config = DaemonConfig {
         vms: vec![vm],

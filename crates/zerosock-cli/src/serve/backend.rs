@@ -115,5 +115,6 @@ pub(super) fn convert(vm: &Vm, listeners: Listeners) -> VmConfig {
         groups: vm.groups.clone(),
         require_sealed_memory: vm.require_sealed_memory,
         stopped_timeout: vm.stopped_timeout.filter(|limit| !limit.is_zero()),
+        guest_endpoints: None,
     }
 }

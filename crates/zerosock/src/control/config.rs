@@ -12,6 +12,7 @@ use zerosock_proto::vsock::QueuePairs;
 use zerosock_virtio::numbers::MAX_DEVICES;
 
 use crate::control::attach::AttachTerms;
+use crate::control::guest::options::GuestEndpoints;
 use crate::routing::access::AccessList;
 use crate::routing::forward::{ForwardRule, ListenRule, RuleError};
 
@@ -77,6 +78,8 @@ pub struct VmConfig {
     /// guest from a pause (RESET_DEVICE), and then connections end at once; else they end when the next
     /// driver starts, or after this time.
     pub stopped_timeout: Option<Duration>,
+    /// Which endpoints the guest may have on its pages; `None`: none.
+    pub guest_endpoints: Option<GuestEndpoints>,
 }
 
 /// The default of [`DaemonConfig::connect_timeout`](crate::daemon::DaemonConfig::connect_timeout): less than the
@@ -96,6 +99,8 @@ pub struct Reload {
     pub remove: Vec<Cid>,
     /// New groups of VMs that stay.
     pub groups: BTreeMap<Cid, Vec<String>>,
+    /// New options of VMs that stay. Without options the guest endpoints of the VM end, and no others can be registered.
+    pub guest_endpoints: BTreeMap<Cid, Option<GuestEndpoints>>,
     /// The complete access list.
     pub access: AccessList,
     /// New terms of the attach server; `None`: no change.
@@ -160,6 +165,9 @@ pub enum StartError {
     /// Two VMs have the same CID.
     #[error("CID {0} is given to two VMs")]
     DuplicateCid(Cid),
+    /// No VM has this CID, for which guest endpoints were configured.
+    #[error("guest endpoints for CID {0}, which no VM has")]
+    UnknownVm(Cid),
     /// More VMs than the workers have addresses for.
     #[error("more than {MAX_DEVICES} VMs for each worker")]
     TooManyVms,

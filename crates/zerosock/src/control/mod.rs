@@ -23,7 +23,8 @@ pub(crate) mod socket_file;
 
 use crate::control::attach::directory::Directory;
 use crate::control::attach::server::Server;
-use crate::control::attach::{AttachConfig, AttachHost};
+use crate::control::attach::{AttachConfig, AttachHost, DEFAULT_CIDS};
+use crate::control::guest::server::{GuestServer, TimeLimits};
 use crate::device::factory::Terms;
 use crate::device::traffic::TrafficBoard;
 use crate::device::{Limits, Shared, Worker, WorkerMessage};
@@ -85,6 +86,8 @@ pub(crate) struct PreparedControlPlane {
     specs: Vec<VmSpec>,
     registry: DeviceRegistry,
     attach: Option<AttachConfig>,
+    guests: GuestServer,
+    directory: Arc<Directory>,
     vms: BTreeMap<Cid, ConfiguredVm>,
     sealed_memory: bool,
     shares: Shares,
@@ -185,6 +188,13 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
         let worker = worker.map_err(system("make an event loop"))?;
         workers.push(worker);
     }
+    let directory: Arc<Directory> = Arc::default();
+    let cids = setup
+        .attach
+        .as_ref()
+        .map_or(DEFAULT_CIDS, |it| it.cids.clone());
+    let guests = GuestServer::new(cids, TimeLimits::default(), Arc::clone(&directory));
+    let mut guests = guests.map_err(system("make a mailbox"))?;
     let mut specs = Vec::new();
     let mut vms = BTreeMap::new();
     for (n, (vm, addr)) in setup.vms.into_iter().zip(addrs).enumerate() {
@@ -193,7 +203,8 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             continue;
         };
         let mut vm = NewVm::new(vm, registry.budget().account());
-        let member = vm.take_member()?;
+        let member = vm.take_member(guests.reports())?;
+        guests.add_vm(cid, vm.guest_share(addr));
         let configured = ConfiguredVm {
             vm: n,
             addr,
@@ -216,6 +227,8 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             specs,
             registry,
             attach: setup.attach,
+            guests,
+            directory,
             vms,
             sealed_memory: setup.sealed_memory,
             shares,
@@ -229,15 +242,20 @@ impl PreparedControlPlane {
         self.registry.publish_listeners();
         let board = Arc::clone(self.registry.rules().board());
         let traffic = self.registry.traffic().clone();
-        let directory = Arc::new(Directory::default());
+        let directory = self.directory;
         let budget = self.registry.budget().clone();
         let list = Arc::clone(&directory);
         let server = self.attach.map(|config| Server::new(config, list));
         let server = server
             .transpose()
             .map_err(system("prepare the attach socket"))?;
-        let (reload_handler, orders) =
-            ReloadHandler::new(self.registry, server, self.vms, self.sealed_memory);
+        let (reload_handler, orders) = ReloadHandler::new(
+            self.registry,
+            server,
+            self.guests,
+            self.vms,
+            self.sealed_memory,
+        );
         let extension = Some(Box::new(reload_handler) as _);
         let control = Control::spawn_with(self.specs, extension)
             .map_err(system("start the control thread"))?;

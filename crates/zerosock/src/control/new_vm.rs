@@ -14,10 +14,14 @@ use zerosock_sys::{PeerFd, fd_passing};
 use zerosock_vhost_user::{DevicePort, FrontendSocket, VmSpec};
 
 use super::config::{HostSide, StartError, VmConfig, system};
+use super::guest::options::GuestEndpoints;
+use super::guest::server::GuestShare;
 use super::registry::DeviceRegistry;
 use crate::device::factory::Member;
+use crate::device::guest_orders::GuestReports;
 use crate::device::host_sockets::forward;
 use crate::device::{DriverKind, HostAccess};
+use zerosock_virtio::outbox::DeviceAddr;
 
 /// See the [module](self). The fields are those of [`VmConfig`].
 #[derive(Debug)]
@@ -32,6 +36,7 @@ pub(super) struct NewVm {
     pub(super) groups: Vec<String>,
     require_sealed_memory: bool,
     stopped_timeout: Option<Duration>,
+    guest_endpoints: Option<GuestEndpoints>,
     /// The account of the front-end.
     account: Account,
     /// That of the host programs, in the same share.
@@ -71,6 +76,7 @@ impl NewVm {
             groups: vm.groups,
             require_sealed_memory: vm.require_sealed_memory,
             stopped_timeout: vm.stopped_timeout,
+            guest_endpoints: vm.guest_endpoints,
             account,
             programs,
         }
@@ -81,8 +87,21 @@ impl NewVm {
         matches!(self.host, HostAccess::Hybrid { .. })
     }
 
+    /// What the guest endpoints of the VM get, whose device has this address.
+    pub(super) fn guest_share(&self, addr: DeviceAddr) -> GuestShare {
+        GuestShare {
+            addr,
+            host: self.host.outward(),
+            buf_alloc: self.buf_alloc,
+            groups: self.groups.clone(),
+            account: self.programs.clone(),
+            stopped_timeout: self.stopped_timeout,
+            options: self.guest_endpoints.clone(),
+        }
+    }
+
     /// Makes the member of the registry. To be called once: it takes the host side.
-    pub(super) fn take_member(&mut self) -> Result<Member, StartError> {
+    pub(super) fn take_member(&mut self, reports: &GuestReports) -> Result<Member, StartError> {
         Ok(Member {
             cid: self.cid,
             host: self.take_host()?,
@@ -91,7 +110,7 @@ impl NewVm {
             driver: DriverKind::Vm,
             account: self.programs.clone(),
             stopped_timeout: self.stopped_timeout,
-            guests: None,
+            guests: self.guest_endpoints.as_ref().map(|_| reports.clone()),
         })
     }
 
@@ -114,10 +133,11 @@ impl NewVm {
         }
     }
 
-    /// Takes the host side out, to be called once. Makes its listeners non-blocking and, where the
+    /// Takes the host side out, to be called once, and leaves the part for connections of guests. Makes its listeners non-blocking and, where the
     /// kernel can, makes them refuse descriptors from programs that connect from now on.
     fn take_host(&mut self) -> Result<HostAccess, StartError> {
-        let mut host = std::mem::replace(&mut self.host, HostAccess::None);
+        let outward = self.host.outward();
+        let mut host = std::mem::replace(&mut self.host, outward);
         match &mut host {
             HostAccess::Hybrid {
                 listener, messages, ..

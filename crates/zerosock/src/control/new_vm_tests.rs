@@ -55,6 +55,7 @@ fn new_vm(dir: &Path, account: Account) -> (NewVm, Vec<TcpStream>) {
         groups: Vec::new(),
         require_sealed_memory: false,
         stopped_timeout: None,
+        guest_endpoints: None,
     };
     (NewVm::new(vm, account), vec![one, two, three])
 }

@@ -11,6 +11,7 @@
 //! worker that the embedding program drives.
 
 use std::collections::{BTreeSet, HashMap};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use zerosock_proto::{Cid, Port};
 use zerosock_sys::account::Budget;
@@ -23,6 +24,8 @@ use zerosock_virtio::worker::WorkerPort;
 
 use super::rules::{CheckedRules, RuleSet, RuleSetError, WantedRules};
 use crate::device::factory::{Member, Terms};
+use crate::device::guest_orders::GuestOrder;
+use crate::device::state::sibling_message::SiblingMessage;
 use crate::device::traffic::TrafficBoard;
 use crate::device::{Device, Shared, WorkerMessage};
 use crate::routing::Routes;
@@ -45,8 +48,10 @@ pub(crate) struct DeviceRegistry {
     numbers: Vec<Numbers>,
     routes: Arc<Routes>,
     rules: RuleSet,
-    /// CIDs of VMs that are being removed.
+    /// CIDs of VMs that are being removed, and of guest endpoints.
     reserved: BTreeSet<Cid>,
+    /// Names of processes, services and guest endpoints, until they are removed.
+    names: BTreeSet<Name>,
     terms: Terms,
     budget: Budget,
     /// The addresses of all queue pairs of a device, by the address of its first.
@@ -67,6 +72,7 @@ impl DeviceRegistry {
             numbers,
             routes: Arc::default(),
             reserved: BTreeSet::new(),
+            names: BTreeSet::new(),
             terms,
             budget,
             queue_pairs: HashMap::new(),
@@ -76,6 +82,40 @@ impl DeviceRegistry {
     /// Whether a device has this CID, or the CID is reserved.
     pub(crate) fn contains(&self, cid: Cid) -> bool {
         self.routes.contains(cid) || self.reserved.contains(&cid)
+    }
+
+    /// A CID of `cids` that no device has, which is not reserved, and not one of the `more` that are `taken` beside:
+    /// `next` or the first behind it, so that CIDs are reused as late as possible.
+    pub(crate) fn free_cid(
+        &self,
+        cids: &RangeInclusive<u32>,
+        next: &mut u32,
+        more: usize,
+        taken: impl Fn(Cid) -> bool,
+    ) -> Option<Cid> {
+        let later = (*next).max(*cids.start())..=*cids.end();
+        let found = later.chain(cids.clone()).map(Cid::new);
+        let is_free = |cid: &Cid| cid.is_guest() && !self.contains(*cid) && !taken(*cid);
+        // Bounds the search: four CIDs are reserved for ever.
+        let most = 2 * (more + self.len()) + 8;
+        let cid = found.take(most).find(is_free)?;
+        *next = cid.get().wrapping_add(1);
+        Some(cid)
+    }
+
+    /// Whether an endpoint or a service has this name.
+    pub(crate) fn has_name(&self, name: &Name) -> bool {
+        self.names.contains(name)
+    }
+
+    /// Keeps others from having this name.
+    pub(crate) fn take_name(&mut self, name: &Name) {
+        self.names.insert(name.clone());
+    }
+
+    /// Frees a name.
+    pub(crate) fn release_name(&mut self, name: &Name) {
+        self.names.remove(name);
     }
 
     /// The budget of descriptors and memory that all devices share.
@@ -149,6 +189,11 @@ impl DeviceRegistry {
     /// publish the routes: for devices that exist before a worker starts. `None`: no address is free.
     pub(crate) fn assign(&mut self, cid: Cid, entry: RouteEntry<'_>) -> Option<DeviceAddr> {
         let addr = self.allocate()?;
+        self.route(addr, cid, entry);
+        Some(addr)
+    }
+
+    fn route(&mut self, addr: DeviceAddr, cid: Cid, entry: RouteEntry<'_>) {
         let routes = Arc::make_mut(&mut self.routes);
         routes.add(cid, addr, entry.groups);
         if !entry.ports.is_empty() {
@@ -157,7 +202,6 @@ impl DeviceRegistry {
         if let Some(name) = entry.name {
             routes.set_name(cid, name);
         }
-        Some(addr)
     }
 
     /// Allocates an address for each queue pair, on consecutive workers. Returns the first.
@@ -180,6 +224,14 @@ impl DeviceRegistry {
         }
         let addr = *queue_pairs.first()?;
         self.queue_pairs.insert(addr, queue_pairs.into());
+        Some(addr)
+    }
+
+    /// Allocates an address for a device with one queue pair, on this worker.
+    fn allocate_on(&mut self, worker: u32) -> Option<DeviceAddr> {
+        let number = self.numbers.get_mut(worker as usize)?.take()?;
+        let addr = DeviceAddr { worker, number };
+        self.queue_pairs.insert(addr, Arc::new([addr]));
         Some(addr)
     }
 
@@ -226,6 +278,28 @@ impl DeviceRegistry {
         self.start(addr, member);
         self.publish_routes(taken);
         Some(addr)
+    }
+
+    /// As [`add`](DeviceRegistry::add), with one queue pair, on the worker of the first queue pair of the device `other`.
+    pub(crate) fn add_beside(
+        &mut self,
+        other: DeviceAddr,
+        member: Member,
+        entry: RouteEntry<'_>,
+        taken: &Arc<Notice>,
+    ) -> Option<DeviceAddr> {
+        let addr = self.allocate_on(other.worker)?;
+        self.route(addr, member.cid, entry);
+        self.start(addr, member);
+        self.publish_routes(taken);
+        Some(addr)
+    }
+
+    /// Sends an order to the device of a VM. It comes behind the devices that were added to its worker before.
+    pub(crate) fn order(&self, vm: DeviceAddr, order: GuestOrder) {
+        let DeviceAddr { worker, number } = vm;
+        let message = SiblingMessage::Guest(Box::new(order));
+        self.send(worker, WorkerMessage::Device { number, message });
     }
 
     /// Adds a service's device and its claims while the workers run. When `taken` is dropped, every

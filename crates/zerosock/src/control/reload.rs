@@ -1,5 +1,5 @@
 //! Configuration changes at run time: the extension of the control thread that owns the device
-//! registry, the configured VMs and the attach server.
+//! registry, the configured VMs, the attach server and the server of guest endpoints.
 //!
 //! # Invariants
 //!
@@ -21,6 +21,7 @@ use super::config::{Reload, ReloadError, StartError};
 use super::new_vm::NewVm;
 use super::rules::{CheckedRules, RuleSetError, WantedRules};
 use crate::control::attach::server::Server;
+use crate::control::guest::server::{ControlContext, FIRST_KEY, GuestServer};
 use crate::control::registry::{DeviceRegistry, RouteEntry};
 use crate::device::factory::Member;
 use zerosock_vhost_user::{ControlExtension, FrontendRegistry, Notice};
@@ -58,6 +59,8 @@ pub(super) struct ReloadHandler {
     registry: DeviceRegistry,
     /// Lets processes attach, if that is configured. Borrows the registry for each call.
     server: Option<Server>,
+    /// Lets guests register endpoints. Borrows registry and front-ends for each call.
+    guests: GuestServer,
     vms: BTreeMap<Cid, ConfiguredVm>,
     orders: Receiver<Order>,
     /// Orders with routes that some workers do not use yet, by the number of the notice.
@@ -70,6 +73,7 @@ impl ReloadHandler {
     pub(super) fn new(
         registry: DeviceRegistry,
         server: Option<Server>,
+        guests: GuestServer,
         vms: BTreeMap<Cid, ConfiguredVm>,
         sealed_memory: bool,
     ) -> (ReloadHandler, Sender<Order>) {
@@ -77,6 +81,7 @@ impl ReloadHandler {
         let reload_handler = ReloadHandler {
             registry,
             server,
+            guests,
             vms,
             orders,
             unpublished: Vec::new(),
@@ -93,6 +98,7 @@ impl ReloadHandler {
                 .is_some_and(|vm| vm.stage == VmStage::Active)
         };
         let named = reload.remove.iter().chain(reload.groups.keys());
+        let named = named.chain(reload.guest_endpoints.keys());
         if let Some(&cid) = named.clone().find(|cid| !known(cid)) {
             return Err(ReloadError::UnknownVm(cid));
         }
@@ -177,6 +183,12 @@ impl ReloadHandler {
         }
         for (cid, groups) in &reload.groups {
             self.registry.set_groups(*cid, groups);
+            self.guests.set_groups(*cid, groups, &mut self.registry);
+        }
+        for (cid, options) in std::mem::take(&mut reload.guest_endpoints) {
+            self.with_guests(frontends, |guests, cx| {
+                guests.set_options(cid, options, cx);
+            });
         }
         if let (Some(terms), Some(server)) = (reload.attach, &mut self.server) {
             server.set_terms(terms, &mut self.registry);
@@ -202,11 +214,13 @@ impl ReloadHandler {
         let added = self.registry.add(member, entry, notice);
         let addr = added.ok_or(ReloadError::Full(cid))?;
         let port = self.registry.port(addr).ok_or(ReloadError::Full(cid))?;
+        let share = vm.guest_share(addr);
         let name = format!("vm (cid {cid})");
         match frontends.add(vm.into_spec(name, self.sealed_memory, &self.registry, port)) {
             Ok(vm) => {
                 let stage = VmStage::Active;
                 self.vms.insert(cid, ConfiguredVm { vm, addr, stage });
+                self.guests.add_vm(cid, share);
                 Ok(())
             }
             Err(source) => {
@@ -224,6 +238,7 @@ impl ReloadHandler {
             configured.stage = VmStage::Leaving;
             let vm = configured.vm;
             self.registry.reserve(cid);
+            self.with_guests(frontends, |guests, cx| guests.begin_removal(cid, cx));
             frontends.close(vm, "it is not configured any more");
         }
     }
@@ -239,13 +254,29 @@ impl ReloadHandler {
         if vm.buf_alloc == 0 {
             return Err(refuse(StartError::EmptyWindow));
         }
-        let member = vm.take_member().map_err(refuse)?;
+        let member = vm.take_member(self.guests.reports()).map_err(refuse)?;
         let socket = |errno: Errno| ReloadError::Socket {
             cid,
             source: errno.into(),
         };
         rustix::io::ioctl_fionbio(&vm.listener, true).map_err(socket)?;
         Ok((vm, member))
+    }
+
+    /// Calls the server of guest endpoints.
+    fn with_guests(
+        &mut self,
+        frontends: &mut FrontendRegistry,
+        call: impl FnOnce(&mut GuestServer, &mut ControlContext<'_>),
+    ) {
+        let registry = &mut self.registry;
+        call(
+            &mut self.guests,
+            &mut ControlContext {
+                registry,
+                frontends,
+            },
+        );
     }
 
     fn cid_of(&self, vm: usize) -> Option<Cid> {
@@ -257,6 +288,7 @@ impl ReloadHandler {
 
 impl ControlExtension for ReloadHandler {
     fn begin(&mut self, frontends: &mut FrontendRegistry) -> io::Result<()> {
+        self.guests.watch(frontends)?;
         match &mut self.server {
             Some(server) => server.begin(frontends),
             None => Ok(()),
@@ -264,13 +296,16 @@ impl ControlExtension for ReloadHandler {
     }
 
     fn end(&mut self, frontends: &mut FrontendRegistry) {
+        self.guests.unwatch(frontends);
         if let Some(server) = &mut self.server {
             server.end(frontends);
         }
     }
 
     fn ready(&mut self, key: u32, flags: EventFlags, frontends: &mut FrontendRegistry) {
-        if let Some(server) = &mut self.server {
+        if key >= FIRST_KEY {
+            self.with_guests(frontends, |guests, cx| guests.ready(key, cx));
+        } else if let Some(server) = &mut self.server {
             server.ready(key, flags, &mut self.registry, frontends);
         }
     }
@@ -315,18 +350,22 @@ impl ControlExtension for ReloadHandler {
         {
             self.registry.release(configured.addr);
             self.registry.release_cid(cid);
+            self.with_guests(frontends, |guests, cx| guests.vm_removed(cid, cx));
             tracing::info!(%cid, "VM gone");
         }
+        self.with_guests(frontends, |guests, cx| guests.notice_dropped(number, cx));
         if let Some(server) = &mut self.server {
             server.notice_dropped(number, &mut self.registry, frontends);
         }
     }
 
     fn deadline(&self) -> Option<Instant> {
-        self.server.as_ref().and_then(Server::deadline)
+        let server = self.server.as_ref().and_then(Server::deadline);
+        server.into_iter().chain(self.guests.deadline()).min()
     }
 
     fn time_passed(&mut self, now: Instant, frontends: &mut FrontendRegistry) {
+        self.with_guests(frontends, |guests, cx| guests.time_passed(now, cx));
         if let Some(server) = &mut self.server {
             server.time_passed(now, &mut self.registry, frontends);
         }

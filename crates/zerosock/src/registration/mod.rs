@@ -83,7 +83,7 @@ reasons! {
     BAD_REQUEST = 3: "the request breaks the protocol",
     CID_TAKEN = 4: "another endpoint has the CID",
     NAME_TAKEN = 5: "another endpoint has the name",
-    NOT_PERMITTED = 6: "the VM may have no endpoint of this name",
+    NOT_PERMITTED = 6: "the VM may have no endpoint of this name or CID",
     FULL = 7: "the VM has as many endpoints, or as much memory in them, as it may have",
     TOO_MANY_EXTENTS = 8: "more extents than are taken",
     UNALIGNED = 9: "an extent does not consist of whole huge pages",

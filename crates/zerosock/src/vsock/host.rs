@@ -25,9 +25,10 @@ use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::socket::Socket;
 use super::stream::Stream;
 use super::waiting::Wait;
-use crate::control::attach::directory::Directory;
+use crate::control::attach::directory::{Directory, RegisteredEndpoint};
 use crate::control::attach::{AttachConfig, Process};
 use crate::control::config::{HostSide, STOPPED_TIMEOUT, StartError, VmConfig, system};
+use crate::control::guest::options::GuestEndpoints;
 use crate::control::socket_file::{self, SocketFile, SocketKind};
 use crate::host::{HostBackend, HostConfig};
 use crate::routing::access::AccessList;
@@ -122,6 +123,7 @@ pub struct Host {
 #[must_use]
 pub struct HostBuilder {
     paths: Vec<(Cid, PathBuf)>,
+    guest_endpoints: Vec<(Cid, GuestEndpoints)>,
     socket_mode: u32,
     /// Where processes attach.
     attach: Option<AttachSocket>,
@@ -155,6 +157,7 @@ impl Host {
     pub fn builder() -> HostBuilder {
         HostBuilder {
             paths: Vec::new(),
+            guest_endpoints: Vec::new(),
             socket_mode: PRIVATE,
             attach: None,
             attach_mode: PRIVATE,
@@ -194,10 +197,10 @@ impl Host {
         )
     }
 
-    /// The CID of the attached process of this name.
+    /// The CID of the attached process or guest endpoint of this name.
     ///
     /// # Errors
-    /// `NotFound` when no attached process has the name; `InvalidInput` for an invalid name.
+    /// `NotFound` when none has the name; `InvalidInput` for an invalid name.
     pub fn resolve(&self, name: &str) -> io::Result<Cid> {
         let invalid = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
         let name: Name = name.parse().map_err(invalid)?;
@@ -210,6 +213,11 @@ impl Host {
     /// The processes that are attached now.
     pub fn processes(&self) -> Vec<Process> {
         self.directory.processes()
+    }
+
+    /// The endpoints that guests have registered now.
+    pub fn guest_endpoints(&self) -> Vec<RegisteredEndpoint> {
+        self.directory.guests.endpoints()
     }
 
     /// Number of faults of this kind that VMMs and processes have committed on their control
@@ -226,6 +234,12 @@ impl HostBuilder {
     /// the host's own user can, unless [`socket_mode`](Self::socket_mode) is set otherwise.
     pub fn vm(mut self, cid: Cid, path: impl Into<PathBuf>) -> HostBuilder {
         self.paths.push((cid, path.into()));
+        self
+    }
+
+    /// Lets the guest of the VM with this CID, which is added before or later, have endpoints on its pages.
+    pub fn guest_endpoints(mut self, vm: Cid, endpoints: GuestEndpoints) -> HostBuilder {
+        self.guest_endpoints.push((vm, endpoints));
         self
     }
 
@@ -408,7 +422,14 @@ impl HostBuilder {
                 groups: vec!["default".into()],
                 require_sealed_memory: false,
                 stopped_timeout: self.stopped_timeout,
+                guest_endpoints: None,
             });
+        }
+        for (cid, endpoints) in self.guest_endpoints {
+            let Some(vm) = config.vms.iter_mut().find(|vm| vm.cid == cid) else {
+                return Err(StartError::UnknownVm(cid));
+            };
+            vm.guest_endpoints = Some(endpoints);
         }
         let attach = match self.attach {
             None => None,

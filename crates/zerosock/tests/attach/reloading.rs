@@ -57,6 +57,7 @@ fn vm(lab: &AttachDaemon, cid: u32, groups: &str) -> (Vm, VmConfig) {
         groups: vec![groups.into()],
         require_sealed_memory: false,
         stopped_timeout: None,
+        guest_endpoints: None,
     };
     (vm, config)
 }

@@ -199,6 +199,7 @@ pub(crate) fn daemon_config(vms: &[Vm]) -> DaemonConfig {
             groups: vec!["default".to_owned()],
             require_sealed_memory: false,
             stopped_timeout: None,
+            guest_endpoints: None,
         });
     }
     config

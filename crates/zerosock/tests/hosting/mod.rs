@@ -64,6 +64,7 @@ impl Hosted {
                 groups: Vec::new(),
                 require_sealed_memory: false,
                 stopped_timeout: None,
+                guest_endpoints: None,
             });
             sockets.push(socket);
         }

@@ -82,6 +82,7 @@ impl HybridDaemon {
             groups: Vec::new(),
             require_sealed_memory: false,
             stopped_timeout: None,
+            guest_endpoints: None,
         };
         let daemon = Daemon::start(DaemonConfig {
             vms: vec![vm],

@@ -1,5 +1,5 @@
-//! A list of the attached processes for threads other than the control thread. The server writes
-//! it.
+//! A list of the attached processes, and of guest endpoints, for threads other than the control thread. Their servers
+//! write it.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use zerosock_proto::{Cid, Port};
 
 use crate::routing::name::Name;
-use crate::stats::Stats;
+use crate::stats::{Counter, Stats};
 
 /// An attached process, or a host service.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -32,12 +32,90 @@ impl Process {
     }
 }
 
+/// An endpoint that a guest has registered, on pages of its memory.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct RegisteredEndpoint {
+    /// The CID.
+    pub cid: Cid,
+    /// The name, if it has one.
+    pub name: Option<Name>,
+    /// The CID of the VM.
+    pub vm: Cid,
+    /// Bytes of its pages.
+    pub memory: u64,
+}
+
+/// Classes of refusals of requests for guest endpoints, as the counters distinguish them.
+#[derive(Copy, Clone, Debug)]
+pub(crate) enum GuestRefusal {
+    Failed,
+    ByLimit,
+    Bad,
+    Other,
+}
+
+/// The guest endpoints of a [`Directory`], and the counters of their server. The control thread writes them.
+#[derive(Debug, Default)]
+pub(crate) struct GuestDirectory {
+    /// By the number of the attachment.
+    endpoints: Mutex<BTreeMap<u64, RegisteredEndpoint>>,
+    registered: Counter,
+    page_failures: Counter,
+    /// Refusals, by the number of the [`GuestRefusal`].
+    refused: [Counter; 4],
+}
+
+impl GuestDirectory {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, RegisteredEndpoint>> {
+        // As in `Directory`.
+        let endpoints = self.endpoints.lock();
+        endpoints.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn insert(&self, attachment: u64, endpoint: RegisteredEndpoint) {
+        self.lock().insert(attachment, endpoint);
+        self.registered.add(1);
+    }
+
+    pub(crate) fn remove(&self, attachment: u64) {
+        self.lock().remove(&attachment);
+    }
+
+    pub(crate) fn endpoints(&self) -> Vec<RegisteredEndpoint> {
+        self.lock().values().cloned().collect()
+    }
+
+    /// Counts a page that has not shown its value.
+    pub(crate) fn count_failure(&self) {
+        self.page_failures.add(1);
+    }
+
+    pub(crate) fn count_refusal(&self, class: GuestRefusal) {
+        if let Some(counter) = self.refused.get(class as usize) {
+            counter.add(1);
+        }
+    }
+
+    fn add_to(&self, sum: &mut Stats) {
+        sum.guest_endpoints += self.lock().len() as u64;
+        sum.guest_registered += self.registered.get();
+        sum.guest_page_failures += self.page_failures.get();
+        let [failed, by_limit, bad, other] = &self.refused;
+        sum.guest_refused_failed += failed.get();
+        sum.guest_refused_by_limit += by_limit.get();
+        sum.guest_refused_bad += bad.get();
+        sum.guest_refused_other += other.get();
+    }
+}
+
 /// See the [module](self).
 #[derive(Debug, Default)]
 pub(crate) struct Directory {
     /// By number on the control thread.
     processes: Mutex<BTreeMap<usize, Process>>,
     refused: AtomicU64,
+    pub(crate) guests: GuestDirectory,
 }
 
 impl Directory {
@@ -75,7 +153,12 @@ impl Directory {
     pub(crate) fn resolve(&self, name: &Name) -> Option<Cid> {
         let processes = self.lock();
         let found = processes.values().find(|p| p.name.as_ref() == Some(name));
-        found.map(|process| process.cid)
+        if let Some(process) = found {
+            return Some(process.cid);
+        }
+        let guests = self.guests.lock();
+        let found = guests.values().find(|it| it.name.as_ref() == Some(name));
+        found.map(|endpoint| endpoint.cid)
     }
 
     pub(crate) fn add_to(&self, sum: &mut Stats) {
@@ -87,5 +170,6 @@ impl Directory {
         sum.services += services;
         sum.attached += processes.len() as u64 - services;
         sum.attach_refused += self.refused.load(Ordering::Relaxed);
+        self.guests.add_to(sum);
     }
 }

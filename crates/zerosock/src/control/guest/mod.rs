@@ -32,8 +32,12 @@
 //! - The agent gives pages back to its kernel only after `Ended` for their attachment, or `Known` that says that it is
 //!   not in use.
 
-// - `wire`: the messages, pure functions.
+// - `wire`: the messages, pure functions;
+// - `options`: what a VM may have;
+// - `server`: the side of the daemon, on the control thread.
 
+pub(crate) mod options;
+pub(crate) mod server;
 pub mod wire;
 
 pub use crate::registration::{DOORBELL_PORT, REGISTRATION_PORT, key, page_value};

@@ -21,6 +21,7 @@ use super::state::{
     ACCEPT_PAUSE, ANSWER_LIMIT, AttachedClient, BUDGET, ClientState, LISTENER, MAX_CLIENTS,
     REQUEST_TIMEOUT, Server,
 };
+use crate::control::guest;
 use crate::control::registry::DeviceRegistry;
 use zerosock_vhost_user::FrontendRegistry;
 
@@ -134,7 +135,8 @@ impl Server {
 
     pub(super) fn free_key(&mut self) -> u32 {
         loop {
-            self.last_key = self.last_key.wrapping_add(1);
+            // The keys above are those of guest endpoints.
+            self.last_key = (self.last_key + 1) % guest::server::FIRST_KEY;
             if self.last_key != LISTENER && !self.clients.contains_key(&self.last_key) {
                 return self.last_key;
             }

@@ -86,10 +86,16 @@ impl Server {
         frontends: &mut FrontendRegistry,
     ) -> Result<AddressSlot, Conflict> {
         if let Some(name) = request.name()
-            && let Some(&vm) = self.by_name.get(name)
+            && registry.has_name(name)
         {
-            let taken = Answer::refusal(Status::NameTaken, VERSION);
-            return Err(self.conflict(vm, taken, frontends));
+            return Err(match self.by_name.get(name) {
+                Some(&vm) => {
+                    let taken = Answer::refusal(Status::NameTaken, VERSION);
+                    self.conflict(vm, taken, frontends)
+                }
+                // A guest endpoint has it.
+                None => Conflict::refused(Status::NameTaken),
+            });
         }
         match request {
             JoinRequest::Process(request) => self
@@ -200,17 +206,9 @@ impl Server {
     }
 
     pub(super) fn any_cid(&mut self, registry: &DeviceRegistry) -> Option<Cid> {
-        let cids = self.config.cids.clone();
-        let taken =
-            |cid: Cid| !cid.is_guest() || self.by_cid.contains_key(&cid) || registry.contains(cid);
-        let later = self.next_cid.max(*cids.start())..=*cids.end();
-        let found = later.chain(cids.clone()).map(Cid::new);
-        // Bounds the search: members and registry have at most this many CIDs, and four are
-        // reserved.
-        let most = 2 * (self.members.len() + registry.len()) + 8;
-        let cid = found.take(most).find(|&cid| !taken(cid))?;
-        self.next_cid = cid.get().wrapping_add(1);
-        Some(cid)
+        let (cids, members) = (&self.config.cids, self.members.len());
+        let taken = |cid| self.by_cid.contains_key(&cid);
+        registry.free_cid(cids, &mut self.next_cid, members, taken)
     }
 
     /// Makes the member's device and sends it to the workers.
@@ -318,6 +316,7 @@ impl Server {
         }
         if let Some(name) = &member.name {
             self.by_name.insert(name.clone(), vm);
+            registry.take_name(name);
         }
         self.members.insert(vm, member);
         if let Some(client) = self.clients.get_mut(&key) {

@@ -140,11 +140,8 @@ impl Server {
                 self.give_up(key, ports, registry, frontends);
             }
             (ClientState::Attached { .. }, Ok(Request::Resolve(name))) => {
-                let vm = self.by_name.get(&name);
-                let member = vm.and_then(|vm| self.members.get(vm));
-                let member = member.filter(|member| member.stage == MemberStage::Active);
-                let answer = match member {
-                    Some(member) => granted(member.cid),
+                let answer = match self.directory.resolve(&name) {
+                    Some(cid) => granted(cid),
                     None => Answer::refusal(Status::UnknownName, VERSION),
                 };
                 client.answer = Some(encode_answer(&answer));
@@ -324,6 +321,7 @@ impl Server {
             }
             if let Some(name) = &member.name {
                 self.by_name.remove(name);
+                registry.release_name(name);
             }
             registry.release(member.addr);
         }

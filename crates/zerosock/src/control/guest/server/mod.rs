@@ -1,0 +1,284 @@
+//! The server of guest endpoints: a part of the control thread's extension. It speaks with the agents in guests,
+//! decides which endpoints there may be, and adds and removes their devices.
+//!
+//! ```text
+//!  stream:      New --Register--> Attached --> Closing
+//!                └--Query-----------------------^  └- Delayed: pages without their values
+//!  attachment:  Queued -> Checking -> Joining -> Accepted --Start--> Starting -> Running
+//!               each of these --> Ending -> Removing, which answers the stream
+//! ```
+//!
+//! A stream is one end of a socket pair. The VM's device joins the other end to the connection of the agent, and carries
+//! out the orders of this server ([`guest_orders`](crate::device::guest_orders)). Its reports come through an inbox.
+//!
+//! `streams` reads requests and sends answers, `attachments` carries requests out, `state` has the data of both; this
+//! file handles the events of the control thread and of the VMs.
+//!
+//! # Invariants
+//! - No call blocks.
+//! - An attachment keeps its CID, its name and its memory in the VM's limits until the VM's device does not touch the
+//!   pages any more and every worker has removed the endpoint's device. Then `Ended` is sent.
+//! - Behind `Known(false)` no request for the attachment is granted that was on its way when the query was.
+//! - The pages of one VM are checked for one request at a time, so that failures are counted before the next check.
+
+mod attachments;
+mod state;
+mod streams;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+use std::time::Instant;
+
+use rustix::event::epoll::{self, EventFlags};
+use zerosock_proto::Cid;
+use zerosock_sys::LogLimit;
+use zerosock_sys::mailbox::Mailbox;
+
+use super::options::GuestEndpoints;
+use super::wire::{Answer, Reason};
+use crate::control::attach::directory::Directory;
+use crate::control::registry::DeviceRegistry;
+use crate::device::guest_orders::{AttachmentKey, GuestEvent, GuestOrder, GuestReports};
+use state::{GuestVm, MAX_FAILURES, Stage, StreamState};
+use zerosock_vhost_user::FrontendRegistry;
+
+pub(crate) use state::{ControlContext, FIRST_KEY, GuestServer, GuestShare, TimeLimits};
+
+impl GuestServer {
+    pub(crate) fn new(
+        cids: RangeInclusive<u32>,
+        limits: TimeLimits,
+        directory: Arc<Directory>,
+    ) -> io::Result<GuestServer> {
+        let (sender, inbox) = Mailbox::new()?;
+        Ok(GuestServer {
+            inbox,
+            reports: GuestReports::new(move |vm, event| drop(sender.send((vm, event)))),
+            vms: BTreeMap::new(),
+            streams: BTreeMap::new(),
+            attachments: BTreeMap::new(),
+            last_stream: FIRST_KEY,
+            last_attachment: 0,
+            next_cid: *cids.start(),
+            cids,
+            limits,
+            directory,
+            log: LogLimit::default(),
+        })
+    }
+
+    /// Where the devices of VMs report.
+    pub(crate) fn reports(&self) -> &GuestReports {
+        &self.reports
+    }
+
+    /// Adds a VM, whose device reports here if it may have endpoints.
+    pub(crate) fn add_vm(&mut self, vm: Cid, share: GuestShare) {
+        let vm_state = GuestVm {
+            share,
+            failures: 0,
+            next_check: None,
+            is_stopped: false,
+        };
+        self.vms.insert(vm, vm_state);
+    }
+
+    /// Replaces the options of a VM. Attachments stay, unless there are no options any more. Streams without an
+    /// attachment end: the key may be another one.
+    pub(crate) fn set_options(
+        &mut self,
+        vm: Cid,
+        options: Option<GuestEndpoints>,
+        cx: &mut ControlContext<'_>,
+    ) {
+        let Some(state) = self.vms.get_mut(&vm) else {
+            return;
+        };
+        let reports = options.as_ref().map(|_| self.reports.clone());
+        let (before, now) = (state.share.options.is_some(), options.is_some());
+        state.share.options = options;
+        if before != now {
+            let order = GuestOrder::Allow(reports);
+            cx.registry.order(state.share.addr, order);
+        }
+        self.end_streams(vm, |state| state == StreamState::New);
+        if !now {
+            self.end_attachments(vm, cx);
+        }
+    }
+
+    /// Replaces the groups of a VM's endpoints. Does not publish the routes.
+    pub(crate) fn set_groups(&mut self, vm: Cid, groups: &[String], registry: &mut DeviceRegistry) {
+        if let Some(state) = self.vms.get_mut(&vm) {
+            state.share.groups = groups.to_vec();
+        }
+        for attachment in self.attachments.values().filter(|it| it.vm == vm) {
+            registry.set_groups(attachment.cid, groups);
+        }
+    }
+
+    /// The VM is not configured any more, and its front-end is being disconnected.
+    pub(crate) fn begin_removal(&mut self, vm: Cid, cx: &mut ControlContext<'_>) {
+        if let Some(state) = self.vms.get_mut(&vm) {
+            state.share.options = None;
+        }
+        self.end_streams(vm, |state| state == StreamState::New);
+        self.end_attachments(vm, cx);
+    }
+
+    /// Every worker has removed the device of the VM.
+    pub(crate) fn vm_removed(&mut self, vm: Cid, cx: &mut ControlContext<'_>) {
+        // Another VM with this CID is not to get them.
+        self.take_reports(cx);
+        self.vms.remove(&vm);
+        let is_unattached = |state| matches!(state, StreamState::New | StreamState::Delayed(_));
+        self.end_streams(vm, is_unattached);
+        for key in self.attachments_of(vm) {
+            self.ended(key, Reason::REMOVED, cx);
+        }
+    }
+
+    /// Ends streams of a VM in states of this kind.
+    fn end_streams(&mut self, vm: Cid, is_ended: impl Fn(StreamState) -> bool) {
+        let streams = self.streams.iter();
+        let streams = streams.filter(|(_, it)| it.vm == vm && is_ended(it.state));
+        let keys: Vec<u32> = streams.map(|(&key, _)| key).collect();
+        for key in keys {
+            self.refuse(key, Reason::REMOVED.into());
+        }
+    }
+
+    fn end_attachments(&mut self, vm: Cid, cx: &mut ControlContext<'_>) {
+        for key in self.attachments_of(vm) {
+            self.end(key, Reason::REMOVED, cx);
+        }
+    }
+
+    fn attachments_of(&self, vm: Cid) -> Vec<AttachmentKey> {
+        let attachments = self.attachments.iter().filter(|(_, it)| it.vm == vm);
+        attachments.map(|(&key, _)| key).collect()
+    }
+
+    pub(crate) fn watch(&self, frontends: &FrontendRegistry) -> io::Result<()> {
+        frontends.watch(self.inbox.fd(), FIRST_KEY, EventFlags::IN | EventFlags::ET)
+    }
+
+    pub(crate) fn unwatch(&self, frontends: &FrontendRegistry) {
+        // Devices keep the eventfd open.
+        let _ = epoll::delete(&*frontends.epoll(), self.inbox.fd());
+    }
+
+    pub(crate) fn ready(&mut self, key: u32, cx: &mut ControlContext<'_>) {
+        match key {
+            FIRST_KEY => self.take_reports(cx),
+            key => self.serve(key, cx),
+        }
+    }
+
+    fn take_reports(&mut self, cx: &mut ControlContext<'_>) {
+        let reports: Vec<_> = self.inbox.drain().collect();
+        for (vm, event) in reports {
+            self.take_report(vm, event, cx);
+        }
+    }
+
+    fn take_report(&mut self, vm: Cid, event: GuestEvent, cx: &mut ControlContext<'_>) {
+        match event {
+            GuestEvent::Stream(socket) => self.open(vm, socket, cx),
+            GuestEvent::Checked { key, result } => self.checked(key, result, cx),
+            GuestEvent::Started { key } => self.started(key, cx),
+            GuestEvent::Ended { key, reason } => self.ended(key, reason, cx),
+            GuestEvent::Stopped => self.set_stopped(vm, true),
+            GuestEvent::Running => self.set_stopped(vm, false),
+            GuestEvent::Reset => {
+                let Some(state) = self.vms.get_mut(&vm) else {
+                    return;
+                };
+                let failures = std::mem::take(&mut state.failures);
+                state.next_check = None;
+                if failures >= MAX_FAILURES {
+                    tracing::info!(%vm, "guest endpoints: the port is open again after a reset");
+                }
+                self.check_next(vm, cx);
+            }
+        }
+    }
+
+    /// Stops the time limits of a VM's agents, or starts them anew.
+    fn set_stopped(&mut self, vm: Cid, is_stopped: bool) {
+        if let Some(state) = self.vms.get_mut(&vm) {
+            state.is_stopped = is_stopped;
+        }
+        let until = self.request_limit(vm);
+        for stream in self.streams.values_mut().filter(|it| it.vm == vm) {
+            let attachment = match stream.state {
+                StreamState::Attached(key) => self.attachments.get(&key),
+                _ => None,
+            };
+            let waits_for_start = attachment.is_some_and(|it| it.stage == Stage::Accepted);
+            if waits_for_start || stream.state == StreamState::New {
+                stream.until = until;
+            }
+        }
+    }
+
+    pub(crate) fn notice_dropped(&mut self, number: u64, cx: &mut ControlContext<'_>) {
+        let found = self.attachments.iter().find(|(_, it)| match it.stage {
+            Stage::Joining(notice, _) | Stage::Removing(notice, _) => notice == number,
+            _ => false,
+        });
+        let Some((&key, attachment)) = found else {
+            return;
+        };
+        match attachment.stage {
+            Stage::Joining(_, token) => self.joined(key, token, cx),
+            Stage::Removing(_, reason) => self.forget(key, &Answer::Ended(reason), cx),
+            _ => {}
+        }
+    }
+
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        let streams = self.streams.values().filter_map(|it| it.until);
+        streams
+            .chain(self.vms.values().filter_map(|it| it.next_check))
+            .min()
+    }
+
+    pub(crate) fn time_passed(&mut self, now: Instant, cx: &mut ControlContext<'_>) {
+        let is_over = |until: Option<Instant>| until.is_some_and(|until| now >= until);
+        let vms = self.vms.iter_mut();
+        let vms = vms.filter(|(_, it)| is_over(it.next_check));
+        let due: Vec<Cid> = vms
+            .map(|(&vm, state)| {
+                state.next_check = None;
+                vm
+            })
+            .collect();
+        for vm in due {
+            self.check_next(vm, cx);
+        }
+        let streams = self.streams.iter().filter(|(_, it)| is_over(it.until));
+        let late: Vec<u32> = streams.map(|(&key, _)| key).collect();
+        for key in late {
+            match self.streams.get(&key).map(|it| it.state) {
+                Some(StreamState::Delayed(refusal)) => self.refuse(key, refusal),
+                Some(StreamState::New | StreamState::Attached(_)) => {
+                    self.warn("guest endpoints: an agent sent no request in time");
+                    self.lose(key, cx);
+                }
+                Some(StreamState::Closing) | None => self.lose(key, cx),
+            }
+        }
+    }
+
+    /// Logs a fault of a guest, subject to the limit.
+    fn warn(&self, text: &str) {
+        if let Some(suppressed) = self.log.admit(Instant::now()) {
+            tracing::warn!(suppressed, "{text}");
+        }
+    }
+}

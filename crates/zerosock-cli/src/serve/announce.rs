@@ -8,6 +8,7 @@ use zerosock::forward::Destination;
 
 use super::attach::Attach;
 use super::forward::Listen;
+use super::guest_endpoints::GuestOptions;
 use super::settings::Settings;
 use super::vm::{Host, Vm};
 use crate::sockets;
@@ -55,6 +56,22 @@ pub(super) fn announce(vm: &Vm) {
         Host::Forward { cid, listen } => {
             info!(cid = vm.cid, %socket, forward_cid = cid, forward_listen = ?listen, "serving");
         }
+    }
+    if vm.guest_endpoints.is_some() {
+        announce_guest_endpoints(vm.cid, vm.guest_endpoints.as_ref());
+    }
+}
+
+/// Logs which endpoints a guest may have.
+pub(super) fn announce_guest_endpoints(cid: u32, options: Option<&GuestOptions>) {
+    match options {
+        None => info!(cid, "the guest may have no endpoints any more"),
+        Some(options) if options.is_port_only() => warn!(
+            cid,
+            "the guest may have endpoints without a key: each of its processes that may bind a port below 1024, \
+             those in containers among them, can read and write all memory of the guest; name a key file"
+        ),
+        Some(_) => info!(cid, "the guest may have endpoints"),
     }
 }
 

@@ -31,7 +31,7 @@ pub(crate) struct ServeArgs {
     /// One VM as key=value pairs joined by commas; repeat for more VMs
     ///
     /// Keys: guest-cid, socket, uds-path, uds-path-seqpacket, forward-cid, forward-listen,
-    /// tx-buffer-size, queue-size, groups, require-sealed-memory (true or false). They mean what
+    /// tx-buffer-size, queue-size, groups, require-sealed-memory (true or false), guest-endpoints. They mean what
     /// the flags of the same name mean, and may be written with `_`.
     #[arg(
         long,
@@ -47,7 +47,7 @@ pub(crate) struct ServeArgs {
     /// `forward` and `listen`, `spin_us`, `max_memory` and `max_memory_total`
     ///
     /// The file is read again on SIGHUP: new VMs are added, missing ones are removed, and groups,
-    /// access, forwarding and listening rules, users and numbers of processes take effect. Existing connections continue. The
+    /// guest endpoints, access, forwarding and listening rules, users and numbers of processes take effect. Existing connections continue. The
     /// log names changes that need a restart; a file with an error changes nothing.
     #[arg(long, value_name = "FILE", help_heading = "Virtual machines")]
     pub(crate) config: Option<PathBuf>,

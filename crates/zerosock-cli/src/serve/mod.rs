@@ -17,6 +17,7 @@ mod derived;
 mod error;
 mod file;
 pub(crate) mod forward;
+mod guest_endpoints;
 mod list;
 mod networks;
 mod reload;

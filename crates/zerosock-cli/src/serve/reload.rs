@@ -16,12 +16,13 @@ use zerosock::forward::ListenRule;
 use zerosock_sys::reaper;
 
 use super::activation::Inherited;
-use super::announce::{announce, warn_about_missing_cids};
+use super::announce::{announce, announce_guest_endpoints, warn_about_missing_cids};
 use super::args::ServeArgs;
 use super::attach::Attach;
 use super::backend;
 use super::claim::{ListenFiles, claim_listener, claim_vm};
 use super::error::ServeError;
+use super::guest_endpoints::GuestOptions;
 use super::networks;
 use super::report::{report_denied, report_rule};
 use super::settings::Settings;
@@ -42,6 +43,7 @@ struct Changes {
     add: Vec<Vm>,
     remove: Vec<u32>,
     groups: BTreeMap<u32, Vec<String>>,
+    guest_endpoints: BTreeMap<u32, Option<GuestOptions>>,
     /// The new settings of the attach socket.
     attach: Option<Attach>,
     /// Settings that need a restart, with the values they keep.
@@ -111,6 +113,11 @@ impl SettingsInEffect {
                 .iter()
                 .map(|(&cid, groups)| (Cid::new(cid), groups.clone()))
                 .collect(),
+            guest_endpoints: changes
+                .guest_endpoints
+                .iter()
+                .map(|(&cid, options)| (Cid::new(cid), options.as_ref().map(GuestOptions::convert)))
+                .collect(),
             access: wanted.rules.clone(),
             attach: changes.attach.as_ref().map(backend::terms),
             forward: wanted.forward.clone(),
@@ -125,6 +132,9 @@ impl SettingsInEffect {
             warn!("{fixed}");
         }
         changes.add.iter().for_each(announce);
+        for (&cid, options) in &changes.guest_endpoints {
+            announce_guest_endpoints(cid, options.as_ref());
+        }
         // An attach socket stays.
         let can_attach = self.settings.attach.is_some();
         warn_about_missing_cids(&wanted.listen, &wanted.vms, can_attach);
@@ -138,6 +148,7 @@ impl SettingsInEffect {
             added = ?changes.add.iter().map(|vm| vm.cid).collect::<Vec<_>>(),
             removed = ?changes.remove,
             regrouped = ?changes.groups.keys().collect::<Vec<_>>(),
+            guest_endpoints = ?changes.guest_endpoints.keys().collect::<Vec<_>>(),
             attach = changes.attach.is_some(),
             rules = wanted.rules.rules().len(),
             forward = wanted.forward.len(),
@@ -249,6 +260,10 @@ impl Changes {
         if vm.groups != other.groups {
             self.groups.insert(vm.cid, other.groups.clone());
         }
+        if vm.guest_endpoints != other.guest_endpoints {
+            let wanted = other.guest_endpoints.clone();
+            self.guest_endpoints.insert(vm.cid, wanted);
+        }
     }
 
     fn compare_attach(&mut self, attach: &Attach, other: &Attach) {
@@ -293,6 +308,9 @@ impl Changes {
         for vm in &mut settings.vms {
             if let Some(groups) = self.groups.get(&vm.cid) {
                 vm.groups = groups.clone();
+            }
+            if let Some(options) = self.guest_endpoints.get(&vm.cid) {
+                vm.guest_endpoints = options.clone();
             }
         }
         settings.vms.extend(self.add);

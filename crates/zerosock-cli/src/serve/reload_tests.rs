@@ -84,3 +84,38 @@ max_memory_total: 4G
         "{none:?}"
     );
 }
+
+#[test]
+fn guest_endpoints_are_added_changed_and_removed_by_a_reload() {
+    let dir = tempfile::tempdir().unwrap();
+    let key = dir.path().join("key");
+    let write = |bytes: &[u8]| {
+        std::fs::write(&key, bytes).unwrap();
+        std::fs::set_permissions(&key, std::os::unix::fs::PermissionsExt::from_mode(0o600))
+            .unwrap();
+    };
+    write(b"a key of 24 random bytes");
+    let without = "vms: [{guest_cid: 3, socket: /3, uds_path: /u3}]";
+    let with = without.replace("}]", &format!(", guest_endpoints: {}}}]", key.display()));
+    let (mut now, wanted) = (settings(without), settings(&with));
+    let options = wanted.vms[0].guest_endpoints.clone();
+    let changes = Changes::between(&now, &wanted);
+    assert_eq!(
+        changes.guest_endpoints,
+        BTreeMap::from([(3, options.clone())])
+    );
+    assert_eq!(changes.fixed, [] as [String; 0]);
+    changes.note_in(&mut now);
+    assert_eq!(now.vms[0].guest_endpoints, options);
+    assert_eq!(Changes::between(&now, &settings(&with)), Changes::default());
+    // The same file with another key.
+    write(b"another key of random bytes");
+    let wanted = settings(&with);
+    let changes = Changes::between(&now, &wanted);
+    assert_eq!(changes.guest_endpoints.len(), 1);
+    assert_ne!(changes.guest_endpoints[&3], options);
+    let changes = Changes::between(&now, &settings(without));
+    assert_eq!(changes.guest_endpoints, BTreeMap::from([(3, None)]));
+    changes.note_in(&mut now);
+    assert_eq!(now.vms[0].guest_endpoints, None);
+}

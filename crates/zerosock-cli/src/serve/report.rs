@@ -21,8 +21,11 @@ pub(super) fn report(daemon: &Daemon, settings: &Settings) -> Stats {
 fn report_endpoints(daemon: &Daemon) {
     let processes = daemon.processes().into_iter();
     let named = processes.filter(|process| !process.is_service());
+    let named = named.map(|process| (process.cid, process.name));
+    let guests = daemon.guest_endpoints().into_iter();
     let names: BTreeMap<Cid, _> = named
-        .filter_map(|process| Some((process.cid, process.name?)))
+        .chain(guests.map(|endpoint| (endpoint.cid, endpoint.name)))
+        .filter_map(|(cid, name)| Some((cid, name?)))
         .collect();
     for (cid, traffic) in daemon.endpoint_traffic() {
         info!(
@@ -96,6 +99,13 @@ pub(super) fn report_sums(stats: &Stats, message: &str) {
         devices_lost = stats.devices_lost,
         control_faults = stats.control_faults,
         attach_refused = stats.attach_refused,
+        guest_endpoints = stats.guest_endpoints,
+        guest_registered = stats.guest_registered,
+        guest_page_failures = stats.guest_page_failures,
+        guest_refused_failed = stats.guest_refused_failed,
+        guest_refused_by_limit = stats.guest_refused_by_limit,
+        guest_refused_bad = stats.guest_refused_bad,
+        guest_refused_other = stats.guest_refused_other,
         descriptors_refused = stats.descriptors_refused,
         reaper_stuck = stats.reaper_stuck,
         reaper_pending = stats.reaper_pending,

@@ -16,6 +16,7 @@ use super::args::{DaemonFlags, OkPort, ServeArgs};
 use super::attach::Attach;
 use super::attach_flags::RawAttach;
 use super::forward::{Forward, Listen};
+use super::guest_endpoints::GuestOptions;
 use super::taken::{Taken, absolute};
 use super::validate::{OptionSource, SettingsError, check_path, parse_groups, place_of, wrong};
 use super::vm::{Host, RawVm, Vm};
@@ -443,6 +444,11 @@ impl Vm {
         }
         let groups = raw.groups.as_deref().unwrap_or(DEFAULT_GROUP);
         let groups = parse_groups(groups).map_err(|fix| source.wrong("groups", groups, fix))?;
+        let guest_endpoints = raw.guest_endpoints;
+        let guest_endpoints = guest_endpoints.map(|raw| {
+            let wrong = |(value, fix)| source.wrong("guest-endpoints", value, fix);
+            GuestOptions::new(raw).map_err(wrong)
+        });
         // At most 32768, checked above.
         let queue_size = queue_size as u16;
         Ok(Vm {
@@ -454,6 +460,7 @@ impl Vm {
             groups,
             require_sealed_memory: raw.require_sealed_memory.unwrap_or(false),
             stopped_timeout: raw.stopped_timeout,
+            guest_endpoints: guest_endpoints.transpose()?,
         })
     }
 }

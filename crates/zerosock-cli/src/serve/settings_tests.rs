@@ -54,6 +54,7 @@ fn the_required_flags_alone_give_the_defaults() {
             groups: vec!["default".into()],
             require_sealed_memory: false,
             stopped_timeout: Some(STOPPED_TIMEOUT),
+            guest_endpoints: None,
         }]
     );
     assert_eq!(settings.connect_timeout, CONNECT_TIMEOUT);
@@ -87,6 +88,7 @@ fn every_flag_of_a_vm_is_parsed() {
             groups: vec!["a".into(), "b".into()],
             require_sealed_memory: false,
             stopped_timeout: Some(STOPPED_TIMEOUT),
+            guest_endpoints: None,
         }]
     );
 }

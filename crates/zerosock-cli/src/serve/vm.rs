@@ -10,6 +10,7 @@ use serde::{Deserialize, Deserializer};
 use zerosock::Cid;
 
 use super::forward::Seconds;
+use super::guest_endpoints::{GuestOptions, RawGuestEndpoints};
 use super::list::joined_by_plus;
 use super::uds_paths::{UdsPath, UdsPathError, UdsPaths};
 use crate::number::Whole;
@@ -31,6 +32,8 @@ pub(crate) struct Vm {
     pub(crate) require_sealed_memory: bool,
     /// The longest pause that connections outlast; zero: any. Set for each VM.
     pub(crate) stopped_timeout: Option<Duration>,
+    /// Which endpoints the guest may have; `None`: none.
+    pub(crate) guest_endpoints: Option<GuestOptions>,
 }
 
 /// Destination of a VM's connections to the host.
@@ -102,6 +105,16 @@ pub(crate) struct VmFlags {
     /// [default: default]
     #[arg(long, value_name = "NAME+NAME", conflicts_with_all = ["vm", "config"])]
     pub(crate) groups: Option<String>,
+
+    /// Let the guest have endpoints on its pages, for an agent with the key in this file, mode 0600
+    /// [default: no endpoints]
+    ///
+    /// The agent is `zerosock guest`, run by root in the guest, with a file of the same bytes, at least 16 and
+    /// random. With `port-only` in the place of the file there is no key: then every process in the guest that
+    /// may bind a port below 1024, as processes in containers may by default, can read and write ALL memory of
+    /// the guest. The file of --config also has the number of endpoints, their memory and their names.
+    #[arg(long, value_name = "FILE|port-only", conflicts_with_all = ["vm", "config"])]
+    pub(crate) guest_endpoints: Option<PathBuf>,
 }
 
 /// The keys of a VM with their values.
@@ -131,6 +144,8 @@ pub(crate) struct RawVm {
     pub(crate) require_sealed_memory: Option<bool>,
     #[serde(alias = "stopped-timeout", default, deserialize_with = "seconds")]
     pub(crate) stopped_timeout: Option<Duration>,
+    #[serde(alias = "guest-endpoints")]
+    pub(crate) guest_endpoints: Option<RawGuestEndpoints>,
 }
 
 /// Seconds in the file, if there are any.
@@ -162,6 +177,7 @@ impl VmFlags {
             // The flags of these names apply to all VMs.
             require_sealed_memory: None,
             stopped_timeout: None,
+            guest_endpoints: self.guest_endpoints.map(RawGuestEndpoints::Key),
         };
         Ok((vm != RawVm::default()).then_some(vm))
     }
@@ -187,7 +203,8 @@ pub(crate) enum VmTextError {
 }
 
 const KEYS: &str = "guest-cid, socket, uds-path, uds-path-seqpacket, forward-cid, forward-listen, \
-                    tx-buffer-size, queue-size, groups, require-sealed-memory, stopped-timeout";
+                    tx-buffer-size, queue-size, groups, require-sealed-memory, stopped-timeout, \
+                    guest-endpoints";
 
 /// Reads `guest-cid=3,socket=PATH,...`; a key may be written with `-` or `_`.
 pub(crate) fn parse_vm(text: &str) -> Result<RawVm, VmTextError> {
@@ -220,6 +237,10 @@ pub(crate) fn parse_vm(text: &str) -> Result<RawVm, VmTextError> {
                 let parse =
                     |text: &str| duration::parse(text).map_err(|fix| format!("is no time: {fix}"));
                 set_parsed(&mut vm.stopped_timeout, "stopped-timeout", value, parse)?;
+            }
+            "guest-endpoints" => {
+                let value = RawGuestEndpoints::Key(value.into());
+                set(&mut vm.guest_endpoints, "guest-endpoints", value)?;
             }
             _ => return Err(VmTextError::UnknownKey(key.to_string())),
         }

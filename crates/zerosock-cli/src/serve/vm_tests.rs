@@ -7,7 +7,7 @@ use zerosock::Port;
 fn every_key_is_read_with_either_spelling() {
     let dashes = "guest-cid=0x7,socket=/a,uds-path=/b,uds-path=9=/d,uds-path-seqpacket=/c,forward-cid=local,forward-listen=5+6,\
                       tx-buffer-size=4096,queue-size=256,groups=x+y,require-sealed-memory=true,\
-                      stopped-timeout=0.5";
+                      stopped-timeout=0.5,guest-endpoints=/k";
     let wanted = RawVm {
         guest_cid: Some(Cid::new(7)),
         socket: Some("/a".into()),
@@ -23,6 +23,7 @@ fn every_key_is_read_with_either_spelling() {
         groups: Some("x+y".into()),
         require_sealed_memory: Some(true),
         stopped_timeout: Some(Duration::from_millis(500)),
+        guest_endpoints: Some(RawGuestEndpoints::Key("/k".into())),
     };
     assert_eq!(parse_vm(dashes), Ok(wanted.clone()));
     assert_eq!(parse_vm(&dashes.replace('-', "_")), Ok(wanted));

@@ -1,0 +1,183 @@
+//! Which endpoints the guest of a VM may have on its pages: as written, and after validation.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use zerosock::attach::Name;
+use zerosock::daemon::{GuestEndpoints, GuestKey};
+
+use super::list::joined_by_plus;
+use crate::size;
+
+/// In the place of a key file: no key.
+const PORT_ONLY: &str = "port-only";
+/// A longer file is no key.
+const MAX_KEY: u64 = 4096;
+/// More endpoints than any guest has use of; each has a device.
+const MAX_NUMBER: usize = 1024;
+
+/// The value of `guest_endpoints`: the key alone, or a table.
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq)]
+#[serde(
+    untagged,
+    expecting = "expected the path of a key file, or `port-only`, or a table with the keys key, number, memory and names"
+)]
+pub(crate) enum RawGuestEndpoints {
+    Key(PathBuf),
+    Table(Table),
+}
+
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Table {
+    key: PathBuf,
+    number: Option<usize>,
+    #[serde(default, deserialize_with = "size::deserialize")]
+    memory: Option<u64>,
+    #[serde(default, deserialize_with = "joined_by_plus")]
+    names: Option<String>,
+}
+
+/// Validated.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct GuestOptions {
+    key: Key,
+    number: usize,
+    memory: u64,
+    names: Vec<Name>,
+}
+
+/// A key and its bytes; of no key, no bytes.
+#[derive(Clone)]
+struct Key {
+    key: GuestKey,
+    bytes: Option<Vec<u8>>,
+}
+
+impl PartialEq for Key {
+    fn eq(&self, other: &Key) -> bool {
+        self.bytes == other.bytes
+    }
+}
+
+impl Eq for Key {}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.bytes.is_some() {
+            "a key"
+        } else {
+            PORT_ONLY
+        })
+    }
+}
+
+impl GuestOptions {
+    /// Validates the value, and reads the key file. The error is the wrong part of the value, and the fix.
+    pub(super) fn new(raw: RawGuestEndpoints) -> Result<GuestOptions, (String, String)> {
+        let wrong = |value: &dyn fmt::Display, fix: String| (value.to_string(), fix);
+        let table = match raw {
+            RawGuestEndpoints::Table(table) => table,
+            RawGuestEndpoints::Key(key) => Table {
+                key,
+                ..Table::default()
+            },
+        };
+        let Table {
+            key,
+            number,
+            memory,
+            names,
+        } = table;
+        let key = match key.to_str() {
+            Some(PORT_ONLY) => Key {
+                key: GuestKey::none(),
+                bytes: None,
+            },
+            _ => read_key(&key).map_err(|fix| wrong(&key.display(), fix))?,
+        };
+        let defaults = GuestEndpoints::new(GuestKey::none());
+        let number = number.unwrap_or(defaults.most);
+        if !(1..=MAX_NUMBER).contains(&number) {
+            let fix = format!("give a number of endpoints from 1 to {MAX_NUMBER}");
+            return Err(wrong(&number, fix));
+        }
+        let memory = memory.unwrap_or(defaults.memory);
+        if memory < HUGE_PAGE {
+            let fix = "an endpoint has at least one huge page; give bytes, such as 256M";
+            return Err(wrong(&memory, fix.into()));
+        }
+        let names = names.as_deref().unwrap_or_default();
+        let parsed: Result<Vec<Name>, _> = match names {
+            "" => Ok(Vec::new()),
+            names => names.split('+').map(str::parse).collect(),
+        };
+        let parsed = parsed.map_err(|error| wrong(&names, error.to_string()))?;
+        Ok(GuestOptions {
+            key,
+            number,
+            memory,
+            names: parsed,
+        })
+    }
+
+    /// Whether every process that may bind a low port may name pages.
+    pub(super) fn is_port_only(&self) -> bool {
+        self.key.bytes.is_none()
+    }
+
+    /// The settings of the daemon.
+    pub(super) fn convert(&self) -> GuestEndpoints {
+        let mut endpoints = GuestEndpoints::new(self.key.key.clone());
+        endpoints.most = self.number;
+        endpoints.memory = self.memory;
+        endpoints.names = self.names.clone();
+        endpoints
+    }
+}
+
+/// Bytes of the smallest memory of an endpoint.
+const HUGE_PAGE: u64 = 2 << 20;
+
+/// Reads a key file, which only its owner may read or write. The error is the fix.
+fn read_key(path: &Path) -> Result<Key, String> {
+    let open = || -> io::Result<(File, std::fs::Metadata)> {
+        // Opening anything else may wait.
+        if !std::fs::metadata(path)?.is_file() {
+            return Err(io::Error::other("not a regular file"));
+        }
+        let file = File::open(path)?;
+        let metadata = file.metadata()?;
+        Ok((file, metadata))
+    };
+    let hint =
+        "give the path of a file with at least 16 random bytes and mode 0600, or `port-only`";
+    let (file, metadata) = open().map_err(|error| format!("{error}; {hint}"))?;
+    let mode = metadata.permissions().mode() & 0o777;
+    if mode & 0o077 != 0 {
+        return Err(format!(
+            "other users may use the file, mode {mode:04o}: change it to 0600"
+        ));
+    }
+    let mut bytes = Vec::new();
+    let read = file.take(MAX_KEY + 1).read_to_end(&mut bytes);
+    read.map_err(|error| format!("cannot be read: {error}"))?;
+    if bytes.len() as u64 > MAX_KEY {
+        return Err(format!("longer than {MAX_KEY} bytes; {hint}"));
+    }
+    match GuestKey::new(&bytes) {
+        Ok(key) => Ok(Key {
+            key,
+            bytes: Some(bytes),
+        }),
+        Err(error) => Err(format!("{error}; {hint}")),
+    }
+}
+
+#[cfg(test)]
+#[path = "guest_endpoints_tests.rs"]
+mod tests;

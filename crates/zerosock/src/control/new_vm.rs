@@ -87,7 +87,7 @@ impl NewVm {
         matches!(self.host, HostAccess::Hybrid { .. })
     }
 
-    /// What the guest endpoints of the VM get, whose device has this address.
+    /// What the guest endpoints of the VM get; its device has this address.
     pub(super) fn guest_share(&self, addr: DeviceAddr) -> GuestShare {
         GuestShare {
             addr,

@@ -75,7 +75,7 @@ impl GuestBridges<'_, '_> {
         }
     }
 
-    /// Finds the attachment whose token the guest has sent, and joins the doorbell to it.
+    /// Finds the attachment with the token that the guest has sent, and joins the doorbell to it.
     fn open_doorbell(&mut self, key: u32) -> Option<AttachmentKey> {
         self.spill(key, 0);
         let bridge = self.device.bridges.get_mut(key)?;

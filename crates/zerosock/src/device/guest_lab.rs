@@ -477,7 +477,7 @@ impl GuestLab {
         key
     }
 
-    /// An attachment whose pages were checked, and that was accepted.
+    /// An attachment that was accepted behind the check of its pages.
     pub(crate) fn accepted(&mut self, pages: &[u64]) -> TestEndpoint {
         let (key, event) = self.check(pages);
         let len = pages.len() as u64 * HUGE;

@@ -59,7 +59,7 @@ impl Device {
 }
 
 impl GuestBridges<'_, '_> {
-    /// Joins the flow to a socket whose other end the control thread gets.
+    /// Joins the flow to one end of a socket pair. The control thread gets the other.
     fn open_registration(&mut self, flow: FlowId) {
         let key = self.add_bridge(flow, BridgePeer::Asked(None));
         let (socket, control) = match self.registration_pair() {

@@ -76,7 +76,7 @@ impl GuestServer {
         &self.reports
     }
 
-    /// Adds a VM, whose device reports here if it may have endpoints.
+    /// Adds a VM. Its device reports here if it may have endpoints.
     pub(crate) fn add_vm(&mut self, vm: Cid, share: GuestShare) {
         let vm_state = GuestVm {
             share,

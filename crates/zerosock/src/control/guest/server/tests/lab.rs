@@ -96,7 +96,7 @@ pub(super) struct Lab {
     pub(super) directory: Arc<Directory>,
     /// Orders to the device of the first VM, in their order.
     orders: VecDeque<GuestOrder>,
-    /// Attachments of the first VM whose check was ordered and not answered.
+    /// Attachments of the first VM with a check that was ordered and not answered.
     checking: HashSet<AttachmentKey>,
     /// Devices that were added and removed.
     pub(super) added: Vec<DeviceAddr>,

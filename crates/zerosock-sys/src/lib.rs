@@ -14,6 +14,7 @@
 //! - [`bpf`] redirects packets between sockets inside the kernel, [`tcp_written`] counts what is on its way.
 //! - [`tun`] moves Ethernet frames between TAP interfaces and guest memory, [`xdp`] between queues of
 //!   other interfaces and guest memory (AF_XDP).
+//! - [`hugetlbfs`] has files of huge pages, [`pin`] keeps their pages in place, and [`pagemap`] knows where that is.
 //! - [`PrivateMemory`] goes back to the system when it is dropped.
 //! - [`affinity`] pins threads, [`network`] isolates them, [`OwnerLock`] knows which of them holds it.
 //!
@@ -25,6 +26,7 @@ pub mod account;
 pub mod affinity;
 pub mod bpf;
 pub mod fd_passing;
+pub mod hugetlbfs;
 mod kernel_release;
 mod log_limit;
 pub mod mailbox;
@@ -34,7 +36,9 @@ pub mod mounts;
 pub mod network;
 pub mod notify;
 mod owner_lock;
+pub mod pagemap;
 mod peer_fd;
+pub mod pin;
 mod private_memory;
 mod ready;
 pub mod reaper;

@@ -72,13 +72,45 @@ pub fn connect_result(fd: impl AsFd) -> io::Result<()> {
 /// # Errors
 /// `TimedOut`, and those of [`connect`] and [`connect_result`].
 pub fn connect_blocking(cid: u32, port: u32, timeout: Duration) -> io::Result<OwnedFd> {
-    let fd = connect(cid, port)?;
+    wait_for_connect(connect(cid, port)?, timeout)
+}
+
+fn wait_for_connect(fd: OwnedFd, timeout: Duration) -> io::Result<OwnedFd> {
     if wait_ready(&fd, PollFlags::OUT, Some(timeout))?.is_empty() {
         return Err(io::ErrorKind::TimedOut.into());
     }
     connect_result(&fd)?;
     rustix::io::ioctl_fionbio(&fd, false)?;
     Ok(fd)
+}
+
+/// As [`connect_blocking`], from a port below 1024, which shows the peer that this process may bind one.
+///
+/// # Errors
+/// As there, and those of bind(2): EACCES without CAP_NET_BIND_SERVICE, EADDRINUSE if no such port is free.
+pub fn connect_from_privileged_port(cid: u32, port: u32, timeout: Duration) -> io::Result<OwnedFd> {
+    let fd = socket(SocketType::STREAM, SocketFlags::NONBLOCK)?;
+    // As rresvport(3): from the last one down, and not the low ones, which services have.
+    bind_first_free((512..1024).rev(), |source| bind(&fd, CID_ANY, source))?;
+    match connect_socket(&fd, cid, port) {
+        Err(error) if Errno::from_io_error(&error) != Some(Errno::INPROGRESS) => Err(error),
+        _ => wait_for_connect(fd, timeout),
+    }
+}
+
+/// Binds to the first of these ports that is not taken.
+fn bind_first_free(
+    ports: impl Iterator<Item = u32>,
+    mut bind: impl FnMut(u32) -> io::Result<()>,
+) -> io::Result<()> {
+    let mut taken = io::ErrorKind::AddrInUse.into();
+    for port in ports {
+        match bind(port) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => taken = error,
+            result => return result,
+        }
+    }
+    Err(taken)
 }
 
 /// A non-blocking listener on `cid` ([`CID_ANY`] for all) and `port`.
@@ -244,5 +276,26 @@ mod tests {
         assert_eq!(address.address_family(), AddressFamily::VSOCK);
         assert_eq!(address.addr_len() as usize, size_of::<libc::sockaddr_vm>());
         assert_eq!(cid_and_port(&address), (3, 0x1234));
+    }
+
+    #[test]
+    fn the_first_port_that_is_free_is_bound() {
+        let in_use = || io::Error::from(io::ErrorKind::AddrInUse);
+        let mut tried = Vec::new();
+        let bound = bind_first_free((512..1024).rev(), |port| {
+            tried.push(port);
+            if port > 1020 { Err(in_use()) } else { Ok(()) }
+        });
+        bound.unwrap();
+        assert_eq!(tried, [1023, 1022, 1021, 1020]);
+        let none = bind_first_free(512..514, |_| Err(in_use())).unwrap_err();
+        assert_eq!(none.kind(), io::ErrorKind::AddrInUse);
+        let mut calls = 0;
+        let refused = bind_first_free(512..514, |_| {
+            calls += 1;
+            Err(io::ErrorKind::PermissionDenied.into())
+        });
+        assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        assert_eq!(calls, 1);
     }
 }

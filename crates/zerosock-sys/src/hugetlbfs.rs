@@ -1,0 +1,264 @@
+//! Files of huge pages on a mount of hugetlbfs: memory that stays at its physical addresses, and that outlives the
+//! processes that use it as long as the file has a name.
+//!
+//! # Invariants
+//! - A file has all of its pages when it is created, so that later accesses do not fail for want of them.
+//! - Nothing here reads or writes a page: another process may have made the file shorter.
+
+use std::ffi::c_void;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+
+use rustix::fs::{
+    AtFlags, FallocateFlags, Mode, OFlags, RawDir, fallocate, fstatfs, mkdir, open, openat,
+    unlinkat,
+};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+use rustix::mount::{MountFlags, mount};
+
+pub use crate::memfd::HUGE_PAGE;
+
+/// The type of the file system as statfs(2) gives it.
+const MAGIC: u32 = 0x958458f6;
+
+/// Why there are no huge pages to be had.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HugePageError {
+    /// The pool of the system has too few.
+    #[error(
+        "{wanted} huge pages of 2 MiB are needed, and {free} of {all} are free: \
+         run `echo {} > /proc/sys/vm/nr_hugepages`", all + wanted.saturating_sub(*free)
+    )]
+    TooFew {
+        /// Pages of the file.
+        wanted: u64,
+        /// Free pages of the pool.
+        free: u64,
+        /// All pages of the pool.
+        all: u64,
+    },
+    /// A length that is no multiple of [`HUGE_PAGE`], or 0.
+    #[error("{0} bytes are not a number of huge pages of 2 MiB")]
+    Length(u64),
+    /// The directory is on a file system of another kind, or with pages of another size.
+    #[error("{0} is no mount of hugetlbfs with pages of 2 MiB")]
+    OtherMount(PathBuf),
+    /// The mounts of this process are not those of the system: its end would take the files with it.
+    #[error(
+        "this process has mounts of its own, and {0} would go with them: run it in the mount namespace of process 1 \
+         (for systemd, without PrivateMounts= and what implies it)"
+    )]
+    PrivateMounts(PathBuf),
+    /// The mount cannot be made.
+    #[error("cannot mount hugetlbfs at {path}: {source}")]
+    Mount {
+        /// Where.
+        path: PathBuf,
+        /// Why: ENODEV where the kernel has no huge pages, EPERM without CAP_SYS_ADMIN.
+        source: io::Error,
+    },
+    /// Another system call failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+impl From<Errno> for HugePageError {
+    fn from(errno: Errno) -> HugePageError {
+        HugePageError::Io(errno.into())
+    }
+}
+
+/// A mount of hugetlbfs for files of this user only.
+#[derive(Debug)]
+pub struct HugeDir(OwnedFd);
+
+impl HugeDir {
+    /// Opens the mount at `path`. Makes directory and mount if `path` is none yet.
+    ///
+    /// # Errors
+    /// See [`HugePageError`].
+    pub fn open(path: &Path) -> Result<HugeDir, HugePageError> {
+        if std::fs::read_link("/proc/self/ns/mnt")? != std::fs::read_link("/proc/1/ns/mnt")? {
+            return Err(HugePageError::PrivateMounts(path.to_owned()));
+        }
+        match mkdir(path, Mode::RWXU) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let open = || open(path, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
+        let dir = open()?;
+        let found = fstatfs(&dir)?;
+        if found.f_type as u32 == MAGIC {
+            return match found.f_bsize as u64 {
+                HUGE_PAGE => Ok(HugeDir(dir)),
+                _ => Err(HugePageError::OtherMount(path.to_owned())),
+            };
+        }
+        let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+        let options = c"pagesize=2M,mode=0700";
+        mount("zerosock", path, "hugetlbfs", flags, options).map_err(|errno| {
+            HugePageError::Mount {
+                path: path.to_owned(),
+                source: errno.into(),
+            }
+        })?;
+        Ok(HugeDir(open()?))
+    }
+
+    /// Creates a file of `len` bytes, which are zero and have their pages.
+    ///
+    /// # Errors
+    /// See [`HugePageError`]; there is no file then.
+    pub fn create(&self, name: &str, len: u64) -> Result<OwnedFd, HugePageError> {
+        if len == 0 || !len.is_multiple_of(HUGE_PAGE) {
+            return Err(HugePageError::Length(len));
+        }
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
+        let file = openat(&self.0, name, flags, Mode::RUSR | Mode::WUSR)?;
+        match fallocate(&file, FallocateFlags::empty(), 0, len) {
+            Ok(()) => Ok(file),
+            Err(errno) => {
+                let _ = self.remove(name);
+                match errno {
+                    Errno::NOSPC | Errno::NOMEM => Err(too_few(len / HUGE_PAGE)),
+                    _ => Err(errno.into()),
+                }
+            }
+        }
+    }
+
+    /// Opens a file.
+    ///
+    /// # Errors
+    /// Errors of openat(2).
+    pub fn open_file(&self, name: &str) -> io::Result<OwnedFd> {
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        Ok(openat(&self.0, name, flags, Mode::empty())?)
+    }
+
+    /// Removes a file. Its pages are free when it is not mapped, not open and not pinned.
+    ///
+    /// # Errors
+    /// Errors of unlinkat(2).
+    pub fn remove(&self, name: &str) -> io::Result<()> {
+        Ok(unlinkat(&self.0, name, AtFlags::empty())?)
+    }
+
+    /// The names of the files.
+    ///
+    /// # Errors
+    /// Errors of open(2) and getdents(2).
+    pub fn names(&self) -> io::Result<Vec<String>> {
+        let dir = openat(
+            &self.0,
+            ".",
+            OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )?;
+        let mut buffer = Vec::with_capacity(4096);
+        let mut entries = RawDir::new(dir, buffer.spare_capacity_mut());
+        let mut names = Vec::new();
+        while let Some(entry) = entries.next() {
+            let entry = entry?;
+            match entry.file_name().to_str() {
+                Ok("." | "..") | Err(_) => {}
+                Ok(name) => names.push(name.to_owned()),
+            }
+        }
+        Ok(names)
+    }
+}
+
+/// The error for a pool that has too few pages.
+fn too_few(wanted: u64) -> HugePageError {
+    let count = |name| {
+        let path = format!("/sys/kernel/mm/hugepages/hugepages-2048kB/{name}");
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        text.trim().parse::<u64>().unwrap_or(0)
+    };
+    // Pages that are promised to other mappings are not free.
+    let free = count("free_hugepages").saturating_sub(count("resv_hugepages"));
+    HugePageError::TooFew {
+        wanted,
+        free,
+        all: count("nr_hugepages"),
+    }
+}
+
+/// A mapping of a whole file of huge pages, which is never read or written: for calls that need addresses.
+#[derive(Debug)]
+pub struct HugeMapping {
+    start: NonNull<c_void>,
+    len: usize,
+}
+
+// SAFETY: the value owns the mapping, and only passes its addresses to the kernel.
+unsafe impl Send for HugeMapping {}
+// SAFETY: as for Send.
+unsafe impl Sync for HugeMapping {}
+
+impl HugeMapping {
+    /// Maps the file, with all of its pages.
+    ///
+    /// # Errors
+    /// [`HugePageError::Length`] if it has no whole huge pages; errors of fstat(2) and mmap(2); EFAULT if the file
+    /// becomes shorter meanwhile, and ENOMEM if a page is missing that the pool does not have.
+    pub fn new(file: impl AsFd) -> Result<HugeMapping, HugePageError> {
+        // A descriptor that this process owns or has received from a trusted one.
+        let len = rustix::fs::fstat(&file)?.st_size as u64;
+        let bytes = usize::try_from(len).map_err(|_| HugePageError::Length(len))?;
+        if len == 0 || !len.is_multiple_of(HUGE_PAGE) {
+            return Err(HugePageError::Length(len));
+        }
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice touches no memory that exists.
+        let start = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                bytes,
+                access,
+                MapFlags::SHARED,
+                file,
+                0,
+            )?
+        };
+        let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory);
+        let mapping = HugeMapping {
+            start: start.map_err(io::Error::from)?,
+            len: bytes,
+        };
+        // SAFETY: the range is the mapping made above. The call changes no byte, and no signal tells of a page that the
+        // file does not have any more.
+        unsafe { madvise(mapping.addr(), bytes, Advice::LinuxPopulateWrite)? };
+        Ok(mapping)
+    }
+
+    /// The first address.
+    pub(crate) fn addr(&self) -> *mut c_void {
+        self.start.as_ptr()
+    }
+
+    /// Bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl Drop for HugeMapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping that `new` made, unmapped once; nothing has a reference to its bytes.
+        let _ = unsafe { munmap(self.addr(), self.len) };
+    }
+}
+
+/// Frees the pages of a file that others may still have open or mapped. An access of theirs raises SIGBUS then.
+///
+/// # Errors
+/// Errors of ftruncate(2).
+pub fn free_pages(file: impl AsFd) -> io::Result<()> {
+    Ok(rustix::fs::ftruncate(file, 0)?)
+}

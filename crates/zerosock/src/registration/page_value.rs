@@ -7,7 +7,7 @@
 use core::ops::Range;
 
 use sha2::{Digest, Sha256};
-use zerosock_ring::{Memory, Piece};
+use zerosock_ring::{Extent, Memory, Piece};
 
 use super::key::Nonce;
 
@@ -20,6 +20,8 @@ pub const VALUE_LEN: usize = 16;
 /// of the last value in a huge page. There the daemon can find out, after the VM was stopped, whether it still is the
 /// same page.
 pub const VALUE_AT: u64 = PAGE - VALUE_LEN as u64;
+/// Pages of a huge page.
+const PAGES_OF_HUGE: u64 = Extent::HUGE_PAGE / PAGE;
 /// With nonce and number it fits one block of the hash.
 const LABEL: &[u8] = b"zerosock page\0";
 
@@ -41,6 +43,15 @@ pub fn write_values(memory: &Memory, nonce: &Nonce, pages: Range<u64>) -> Option
     find_page(memory, pages, |piece, number| {
         memory.write(piece, 0, &page_value(nonce, number)) == VALUE_LEN
     })
+}
+
+/// Clears the values of these pages when the daemon has checked them, except for the last one of each huge page, which it
+/// reads again after the VM was stopped. For a memory that has the order of the list and begins at 0.
+pub fn clear_values(memory: &Memory, pages: Range<u64>) {
+    find_page(memory, pages, |piece, number| {
+        let is_kept = number % PAGES_OF_HUGE == PAGES_OF_HUGE - 1;
+        is_kept || memory.write(piece, 0, &[0; VALUE_LEN]) == VALUE_LEN
+    });
 }
 
 /// The first of these pages of a memory that has another value than it should have, or does not lie in it. For a memory

@@ -10,14 +10,16 @@
 //!  writes a value into each page
 //!  Register: name, extents                    checks tag, extents, and the value of each page
 //!                                             Accepted: CID, token of the doorbell
-//!  clears the pages, but for the values
-//!  at the end of each huge page;
-//!  opens the doorbell
+//!  clears the values, except for the last
+//!  one of each huge page; opens the doorbell
 //!  Start: features, rings                     starts the device
 //!                                             Started
 //!  End                                        stops the device
 //!                                             Ended: the daemon does not touch the pages any more
 //! ```
+//!
+//! The last value of a huge page lies in its last cache line, which the driver leaves free. After the VM was stopped the
+//! daemon reads it again, to find out whether it still has the same pages.
 //!
 //! A stream is for one endpoint, which ends with it. An agent that finds memory of an earlier one asks by `Query`, on a
 //! stream of its own, whether the daemon still uses it.
@@ -33,11 +35,15 @@
 //!   not in use.
 
 // - `wire`: the messages, pure functions;
-// - `options`: what a VM may have;
-// - `server`: the side of the daemon, on the control thread.
+// - `key`: the key of a VM, and the tags of requests;
+// - `page_value`: what the agent writes into the pages;
+// - `client`: the agent's side of a stream.
 
-pub(crate) mod options;
-pub(crate) mod server;
+use zerosock_proto::Port;
+
+pub mod client;
+pub mod key;
+pub mod page_value;
 pub mod wire;
 
 pub use crate::registration::{DOORBELL_PORT, REGISTRATION_PORT, key, page_value};

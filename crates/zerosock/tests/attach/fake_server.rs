@@ -35,13 +35,9 @@ fn ask(bytes: &[u8], fds: &[OwnedFd]) -> Result<Attached, AttachError> {
 
 fn answer(change: impl FnOnce(&mut Answer)) -> Vec<u8> {
     let mut answer = Answer {
-        version: VERSION,
-        status: Status::Ok,
         cid: Cid::new(9),
         host: Cid::HOST,
-        asked: VERSION,
-        port: Port::new(0),
-        ports: 0,
+        ..Answer::refusal(Status::Ok, VERSION)
     };
     change(&mut answer);
     encode_answer(&answer).to_vec()

@@ -110,6 +110,13 @@ pub enum AttachError {
     /// No attached process has the name.
     #[error("no attached process has the name {0}")]
     UnknownName(Name),
+    /// The server gives memory for the device, as the agent in a guest does, and the request takes a vhost-user
+    /// connection only.
+    #[error(
+        "the server gives memory for the device, as the agent in a guest does, and this request does not take it: \
+         attach as an endpoint with a CID of its own"
+    )]
+    MemoryOnly,
     /// A system call failed in the server.
     #[error("a system call failed in the server; its log has the error")]
     ServerFailed,
@@ -132,6 +139,7 @@ impl AttachError {
             | AttachError::CidTaken(_)
             | AttachError::NameTaken(_)
             | AttachError::BadRequest
+            | AttachError::MemoryOnly
             | AttachError::UnknownName(_) => Fault::Caller,
             AttachError::Connect { .. }
             | AttachError::Io(_)
@@ -153,7 +161,7 @@ impl AttachError {
             AttachError::Closed => ErrorKind::ConnectionAborted,
             AttachError::TimedOut { .. } => ErrorKind::TimedOut,
             AttachError::Protocol(_) => ErrorKind::InvalidData,
-            AttachError::VersionMismatch { .. } => ErrorKind::Unsupported,
+            AttachError::VersionMismatch { .. } | AttachError::MemoryOnly => ErrorKind::Unsupported,
             AttachError::NotPermitted | AttachError::PortReserved(_) => ErrorKind::PermissionDenied,
             AttachError::CidTaken(_) | AttachError::NameTaken(_) | AttachError::PortTaken(_) => {
                 ErrorKind::AddrInUse
@@ -525,6 +533,7 @@ fn refusal(answer: &Answer) -> AttachError {
         Status::NotPermitted => AttachError::NotPermitted,
         Status::BadRequest => AttachError::BadRequest,
         Status::Full => AttachError::Full,
+        Status::MemoryOnly => AttachError::MemoryOnly,
         Status::ServerFailed => AttachError::ServerFailed,
         Status::Ok
         | Status::CidTaken

@@ -9,23 +9,29 @@
 
 use std::fmt;
 
+use super::start::START_LEN;
 use crate::routing::name::Name;
 use zerosock_proto::{Cid, Port};
+
+pub use super::start::Start;
 
 /// The first bytes of every message.
 pub const MAGIC: [u8; 4] = *b"zsat";
 /// The version implemented here.
-pub const VERSION: Version = Version { major: 1, minor: 1 };
+pub const VERSION: Version = Version { major: 1, minor: 2 };
 /// The largest number of ports in a request.
 pub const MAX_PORTS: usize = 256;
 /// Bytes of a request without ports.
 pub const REQUEST_LEN: usize = 88;
 /// Bytes of the longest request.
 pub const MAX_REQUEST: usize = REQUEST_LEN + 4 * MAX_PORTS;
-/// Bytes of an answer.
-pub const ANSWER_LEN: usize = 32;
+/// Bytes of an answer; of earlier versions 32 or [`SHORT_ANSWER_LEN`].
+pub const ANSWER_LEN: usize = 48;
 /// Bytes of an answer of version 1.0. The fields that it lacks are zero.
 pub const SHORT_ANSWER_LEN: usize = 24;
+
+/// Bytes of a huge page, the unit of the memory that a process takes.
+const HUGE_PAGE: u64 = zerosock_ring::Extent::HUGE_PAGE;
 
 const OP_ATTACH: u16 = 1;
 const OP_RESOLVE: u16 = 2;
@@ -33,6 +39,12 @@ const OP_RESOLVE: u16 = 2;
 const OP_SERVE: u16 = 3;
 const OP_CLAIM: u16 = 4;
 const OP_RELEASE: u16 = 5;
+// Since version 1.2:
+const OP_START: u16 = 6;
+/// The process takes memory in the place of a vhost-user connection.
+const FLAG_MEMORY: u16 = 1 << 0;
+/// Where a request has the [`Start`].
+const START: usize = 24;
 
 /// A version of the protocol. Versions with the same `major` are compatible.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
@@ -97,6 +109,9 @@ pub struct ServiceRequest {
 pub enum Request {
     /// The first request of a process that gets a CID.
     Attach(AttachRequest),
+    /// As [`Attach`](Self::Attach), of a process that takes memory of this many bytes if the server gives memory instead
+    /// of a vhost-user connection: at least one huge page of 2 MiB, and whole ones.
+    AttachMemory(AttachRequest, u64),
     /// The first request of a service.
     Serve(ServiceRequest),
     /// A later request: which CID has this name?
@@ -105,6 +120,8 @@ pub enum Request {
     Claim(Vec<Port>),
     /// A later request of a service: release these ports, at least one.
     Release(Vec<Port>),
+    /// The second request of a process that was given memory: start the queues.
+    Start(Start),
 }
 
 /// The result of a request.
@@ -135,11 +152,13 @@ pub enum Status {
     PortReserved = 10,
     /// The port to release is not claimed by the service.
     NotClaimed = 11,
+    /// The server gives memory, which the request does not take.
+    MemoryOnly = 12,
 }
 
 impl Status {
     /// All statuses, in the order of their numbers.
-    pub const ALL: [Status; 12] = [
+    pub const ALL: [Status; 13] = [
         Status::Ok,
         Status::VersionMismatch,
         Status::NotPermitted,
@@ -152,6 +171,7 @@ impl Status {
         Status::PortTaken,
         Status::PortReserved,
         Status::NotClaimed,
+        Status::MemoryOnly,
     ];
 }
 
@@ -173,6 +193,10 @@ pub struct Answer {
     pub port: Port,
     /// The size of that block; else 0.
     pub ports: u32,
+    /// For a process that is given memory, the virtio features that its device offers; for a start, those in use; else 0.
+    pub features: u64,
+    /// For a process that is given memory, the bytes of the file; else 0.
+    pub memory: u64,
 }
 
 impl Answer {
@@ -187,7 +211,19 @@ impl Answer {
             asked,
             port: Port::new(0),
             ports: 0,
+            features: 0,
+            memory: 0,
         }
+    }
+
+    /// The answer of a server that gives only memory to a request of this version that takes none.
+    pub fn memory_only(asked: Version) -> Answer {
+        // Earlier versions do not have the status, and name both versions for this one.
+        let status = match asked.minor {
+            0 | 1 => Status::VersionMismatch,
+            _ => Status::MemoryOnly,
+        };
+        Answer::refusal(status, asked)
     }
 
     /// An answer that refuses a request because of a port.
@@ -211,11 +247,13 @@ pub enum AnswerError {
     UnknownStatus(u16),
 }
 
-/// Encodes a request. `None` if it has more than [`MAX_PORTS`] ports or the port 2^32 - 1.
+/// Encodes a request. `None` if it has more than [`MAX_PORTS`] ports or the port 2^32 - 1, or takes no whole number of
+/// huge pages, or more than 2^32 - 1 of them.
 pub fn encode_request(request: &Request) -> Option<Vec<u8>> {
     let mut bytes = vec![0; REQUEST_LEN];
     let (op, cid, name, ports) = match request {
-        Request::Attach(AttachRequest { cid, name, ports }) => {
+        Request::Attach(attach) | Request::AttachMemory(attach, _) => {
+            let AttachRequest { cid, name, ports } = attach;
             let cid = cid.map_or(0, Cid::get);
             (OP_ATTACH, cid, name.as_ref(), ports.as_slice())
         }
@@ -225,6 +263,7 @@ pub fn encode_request(request: &Request) -> Option<Vec<u8>> {
         Request::Resolve(name) => (OP_RESOLVE, 0, Some(name), [].as_slice()),
         Request::Claim(ports) => (OP_CLAIM, 0, None, ports.as_slice()),
         Request::Release(ports) => (OP_RELEASE, 0, None, ports.as_slice()),
+        Request::Start(_) => (OP_START, 0, None, [].as_slice()),
     };
     if ports.len() > MAX_PORTS || ports.contains(&Port::ANY) {
         return None;
@@ -239,6 +278,15 @@ pub fn encode_request(request: &Request) -> Option<Vec<u8>> {
     put(&mut bytes, 16, &(name.len() as u16).to_le_bytes());
     put(&mut bytes, 18, &(ports.len() as u16).to_le_bytes());
     put(&mut bytes, 24, name);
+    match request {
+        Request::AttachMemory(_, len) => {
+            let pages = Some(len / HUGE_PAGE).filter(|&pages| pages > 0 && len % HUGE_PAGE == 0)?;
+            put(&mut bytes, 10, &FLAG_MEMORY.to_le_bytes());
+            put(&mut bytes, 20, &u32::try_from(pages).ok()?.to_le_bytes());
+        }
+        Request::Start(start) => put(&mut bytes, START, &start.encode()),
+        _ => {}
+    }
     for port in ports {
         bytes.extend_from_slice(&port.get().to_le_bytes());
     }
@@ -262,12 +310,20 @@ pub fn decode_request(bytes: &[u8]) -> Result<Request, Answer> {
 fn request(bytes: &[u8]) -> Option<Request> {
     let (fixed, rest) = bytes.split_first_chunk::<REQUEST_LEN>()?;
     let (op, flags) = (u16_at(fixed, 8), u16_at(fixed, 10));
+    if op == OP_START {
+        return start(fixed).filter(|_| rest.is_empty());
+    }
     let cid = u32_at(fixed, 12);
     let (name_len, count) = (u16_at(fixed, 16), u16_at(fixed, 18));
-    let reserved = u32_at(fixed, 20);
+    let pages = u64::from(u32_at(fixed, 20));
+    let takes_memory = flags == FLAG_MEMORY && op == OP_ATTACH;
     let (name, padding) = fixed[24..].split_at_checked(usize::from(name_len))?;
-    let zero = padding.iter().all(|&b| b == 0) && flags == 0 && reserved == 0;
-    if !zero || usize::from(count) > MAX_PORTS || rest.len() != 4 * usize::from(count) {
+    let zero = padding.iter().all(|&b| b == 0) && (takes_memory || flags == 0);
+    if !zero
+        || takes_memory != (pages > 0)
+        || usize::from(count) > MAX_PORTS
+        || rest.len() != 4 * usize::from(count)
+    {
         return None;
     }
     let name = match name {
@@ -286,13 +342,26 @@ fn request(bytes: &[u8]) -> Option<Request> {
         return None;
     }
     match (op, cid) {
-        (OP_ATTACH, cid) => Some(Request::Attach(AttachRequest { cid, name, ports })),
+        (OP_ATTACH, cid) => {
+            let attach = AttachRequest { cid, name, ports };
+            Some(match takes_memory {
+                true => Request::AttachMemory(attach, pages * HUGE_PAGE),
+                false => Request::Attach(attach),
+            })
+        }
         (OP_RESOLVE, None) if ports.is_empty() => Some(Request::Resolve(name?)),
         (OP_SERVE, None) => Some(Request::Serve(ServiceRequest { name, ports })),
         (OP_CLAIM, None) if name.is_none() && !ports.is_empty() => Some(Request::Claim(ports)),
         (OP_RELEASE, None) if name.is_none() && !ports.is_empty() => Some(Request::Release(ports)),
         _ => None,
     }
+}
+
+/// Decodes a start. All but the header and the start is zero.
+fn start(fixed: &[u8; REQUEST_LEN]) -> Option<Request> {
+    let (start, rest) = fixed[START..].split_first_chunk::<START_LEN>()?;
+    let is_zero = fixed[10..START].iter().chain(rest).all(|&byte| byte == 0);
+    Start::decode(start).filter(|_| is_zero).map(Request::Start)
 }
 
 /// Encodes an answer.
@@ -308,6 +377,8 @@ pub fn encode_answer(answer: &Answer) -> [u8; ANSWER_LEN] {
     put(&mut bytes, 22, &answer.asked.minor.to_le_bytes());
     put(&mut bytes, 24, &answer.port.get().to_le_bytes());
     put(&mut bytes, 28, &answer.ports.to_le_bytes());
+    put(&mut bytes, 32, &answer.features.to_le_bytes());
+    put(&mut bytes, 40, &answer.memory.to_le_bytes());
     bytes
 }
 
@@ -326,6 +397,8 @@ pub fn decode_answer(bytes: &[u8]) -> Result<Answer, AnswerError> {
         asked: version(fixed, 20),
         port: Port::new(u32_at(bytes, 24)),
         ports: u32_at(bytes, 28),
+        features: u64_at(bytes, 32),
+        memory: u64_at(bytes, 40),
     })
 }
 
@@ -345,6 +418,10 @@ fn u16_at(bytes: &[u8], at: usize) -> u16 {
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     let word = bytes.get(at..).and_then(|b| b.first_chunk());
     word.map_or(0, |word| u32::from_le_bytes(*word))
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from(u32_at(bytes, at)) | u64::from(u32_at(bytes, at + 4)) << 32
 }
 
 fn put(bytes: &mut [u8], at: usize, what: &[u8]) {

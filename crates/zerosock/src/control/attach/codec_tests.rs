@@ -16,7 +16,7 @@ fn full() -> AttachRequest {
 fn full_bytes() -> Vec<u8> {
     let mut bytes = Vec::new();
     bytes.extend(b"zsat");
-    bytes.extend([1, 0, 1, 0]); // version 1.1
+    bytes.extend([1, 0, 2, 0]); // version 1.2
     bytes.extend([1, 0, 0, 0]); // attach, no flags
     bytes.extend([4, 3, 2, 1]); // CID
     bytes.extend([4, 0, 2, 0]); // length of the name, number of ports
@@ -80,6 +80,66 @@ fn requests_of_a_service_have_the_documented_layout() {
 }
 
 #[test]
+fn requests_of_a_process_that_takes_memory_have_the_documented_layout() {
+    let mut wanted = full_bytes();
+    wanted[10] = 1;
+    wanted[20] = 9;
+    let request = Request::AttachMemory(full(), 9 << 21);
+    assert_eq!(encode_request(&request).unwrap(), wanted);
+    assert_eq!(decode_request(&wanted), Ok(request));
+    for len in [0, 1, (9 << 21) + 1, 1 << 53] {
+        assert_eq!(
+            encode_request(&Request::AttachMemory(full(), len)),
+            None,
+            "{len}"
+        );
+    }
+    // Memory without the flag, the flag without memory, another flag, another operation.
+    for (at, byte) in [(10, 0), (20, 0), (10, 3), (8, 3)] {
+        let mut bad = wanted.clone();
+        bad[at] = byte;
+        assert_eq!(refused(&bad), Status::BadRequest, "byte {at}");
+    }
+    let start = Request::Start(Start {
+        features: 0x1_2000_0003,
+        queue_size: 256,
+        rings: [0, 0x4000, 0x8000],
+    });
+    let mut wanted = b"zsat\x01\0\x02\0\x06\0".to_vec();
+    wanted.resize(24, 0);
+    wanted.extend([3, 0, 0, 0x20, 1, 0, 0, 0]);
+    wanted.extend([0, 1, 0, 0, 0, 0, 0, 0]);
+    wanted.extend([0; 8]);
+    wanted.extend([0, 0x40, 0, 0, 0, 0, 0, 0]);
+    wanted.extend([0, 0x80, 0, 0, 0, 0, 0, 0]);
+    wanted.resize(REQUEST_LEN, 0);
+    assert_eq!(encode_request(&start).unwrap(), wanted);
+    assert_eq!(decode_request(&wanted), Ok(start));
+    for at in (10..24).chain(34..40).chain(64..REQUEST_LEN) {
+        let mut bad = wanted.clone();
+        bad[at] = 1;
+        assert_eq!(refused(&bad), Status::BadRequest, "byte {at}");
+    }
+    wanted.extend([0; 4]);
+    assert_eq!(refused(&wanted), Status::BadRequest);
+}
+
+#[test]
+fn a_server_that_gives_only_memory_answers_each_version_with_a_status_that_it_knows() {
+    for (minor, status) in [
+        (0, Status::VersionMismatch),
+        (1, Status::VersionMismatch),
+        (2, Status::MemoryOnly),
+        (3, Status::MemoryOnly),
+    ] {
+        let asked = Version { major: 1, minor };
+        let answer = Answer::memory_only(asked);
+        assert_eq!((answer.status, answer.asked), (status, asked));
+        assert_eq!(answer.version, VERSION);
+    }
+}
+
+#[test]
 fn an_answer_has_the_documented_layout() {
     let answer = Answer {
         version: VERSION,
@@ -89,10 +149,12 @@ fn an_answer_has_the_documented_layout() {
         asked: Version { major: 7, minor: 9 },
         port: Port::new(0x8001_0000),
         ports: 0x0001_0000,
+        features: 0x1_2000_0003,
+        memory: 0x40_0000,
     };
     let bytes = [
-        b'z', b's', b'a', b't', 1, 0, 1, 0, 4, 0, 0, 0, 0, 0, 0, 0x40, 2, 0, 0, 0, 7, 0, 9, 0, 0,
-        0, 1, 0x80, 0, 0, 1, 0,
+        b'z', b's', b'a', b't', 1, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0x40, 2, 0, 0, 0, 7, 0, 9, 0, 0,
+        0, 1, 0x80, 0, 0, 1, 0, 3, 0, 0, 0x20, 1, 0, 0, 0, 0, 0, 0x40, 0, 0, 0, 0, 0,
     ];
     assert_eq!(encode_answer(&answer), bytes);
     assert_eq!(decode_answer(&bytes), Ok(answer));
@@ -102,6 +164,10 @@ fn an_answer_has_the_documented_layout() {
     let short = decode_answer(&short[..SHORT_ANSWER_LEN]).unwrap();
     assert_eq!((short.status, short.asked), (answer.status, answer.asked));
     assert_eq!((short.port, short.ports), (Port::new(0), 0));
+    // One of version 1.1 has the ports.
+    let middle = decode_answer(&bytes[..32]).unwrap();
+    assert_eq!(middle.ports, answer.ports);
+    assert_eq!((middle.features, middle.memory), (0, 0));
     for (number, status) in Status::ALL.into_iter().enumerate() {
         assert_eq!(status as usize, number);
         let answer = Answer::refusal(status, Version::default());
@@ -177,7 +243,7 @@ fn requests_with_invalid_fields_are_refused() {
         bytes
     };
     // Operation 3 is refused because of the CID: serve needs another layout.
-    for op in [0u16, 6, 3, 0x0100, u16::MAX] {
+    for op in [0u16, 7, 3, 0x0100, u16::MAX] {
         assert_eq!(refused(&with(8, &op.to_le_bytes())), Status::BadRequest);
     }
     for cid in [1u32, 2, u32::MAX] {
@@ -216,8 +282,8 @@ fn requests_with_invalid_fields_are_refused() {
 #[test]
 fn an_answer_with_an_unknown_status_is_an_error() {
     let mut bytes = encode_answer(&Answer::refusal(Status::Full, VERSION));
-    bytes[8] = 12;
-    assert_eq!(decode_answer(&bytes), Err(AnswerError::UnknownStatus(12)));
+    bytes[8] = 13;
+    assert_eq!(decode_answer(&bytes), Err(AnswerError::UnknownStatus(13)));
     bytes[0] = b'Z';
     assert_eq!(decode_answer(&bytes), Err(AnswerError::NotAnAnswer));
 }

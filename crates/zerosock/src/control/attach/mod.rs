@@ -13,7 +13,7 @@
 //! - When the sockets of a process close, everything that it had becomes free; other endpoints are
 //!   not affected.
 
-// - `codec`: the messages, pure functions;
+// - `codec`: the messages, pure functions; `start`: one of them;
 // - `client`: the side of the process;
 // - `server`: the other side, on the control thread;
 // - `directory`: the attached processes, for other threads.
@@ -24,6 +24,7 @@ pub mod client;
 pub mod codec;
 pub(crate) mod directory;
 pub(crate) mod server;
+pub(crate) mod start;
 
 use std::io;
 use std::ops::RangeInclusive;
@@ -45,7 +46,7 @@ pub use client::AttachError;
 #[doc(hidden)]
 pub use client::{Attached, Client, Serving};
 #[doc(hidden)]
-pub use codec::{AttachRequest, ServiceRequest, Status, Version};
+pub use codec::{AttachRequest, ServiceRequest, Start, Status, Version};
 pub use directory::Process;
 
 /// The CIDs for processes that request any: 0x40000000 to 0x7fffffff. VMMs use small numbers or

@@ -23,9 +23,10 @@ use zerosock_proto::Cid;
 use zerosock_ring::{Extent, MAX_REGIONS};
 
 use super::key::{GuestKey, Nonce, StreamTags, TAG_LEN};
-use crate::control::attach::codec as attach;
 use crate::control::attach::{AttachRequest, Version};
-pub use crate::registration::{Reason, Refusal, Start, Token};
+use crate::control::attach::{codec as attach, start::START_LEN};
+
+pub use crate::control::attach::start::Start;
 
 /// The first bytes of every message.
 pub const MAGIC: [u8; 4] = *b"zsge";
@@ -38,7 +39,6 @@ pub const MAX_EXTENTS: usize = MAX_REGIONS;
 /// Bytes of a `Register` without its endpoint and its extents.
 const REGISTER_LEN: usize = 24;
 const EXTENT_LEN: usize = 16;
-const START_LEN: usize = 40;
 const ID_LEN: usize = 16;
 const MAX_REGISTER: usize = REGISTER_LEN + attach::MAX_REQUEST + EXTENT_LEN * MAX_EXTENTS;
 /// Bytes of the longest request.
@@ -191,10 +191,7 @@ impl RequestWriter {
                 OP_REGISTER
             }
             Request::Start(start) => {
-                body.extend(start.features.to_le_bytes());
-                body.extend(start.queue_size.to_le_bytes());
-                body.extend([0; 6]);
-                body.extend(start.rings.iter().flat_map(|ring| ring.to_le_bytes()));
+                body.extend(start.encode());
                 OP_START
             }
             Request::End => OP_END,
@@ -277,16 +274,7 @@ fn request(operation: u16, mut body: Fields<'_>) -> Option<Request> {
                 extents,
             })
         }
-        OP_START => {
-            let (features, queue_size) = (body.u64()?, body.u16()?);
-            body.zero::<6>()?;
-            let rings = [body.u64()?, body.u64()?, body.u64()?];
-            Request::Start(Start {
-                features,
-                queue_size,
-                rings,
-            })
-        }
+        OP_START => Request::Start(Start::decode(&body.array()?)?),
         OP_END => Request::End,
         OP_QUERY => Request::Query(AttachmentId(body.array()?)),
         _ => return None,

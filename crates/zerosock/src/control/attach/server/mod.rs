@@ -115,7 +115,11 @@ impl Server {
             return;
         };
         match (&client.state, request) {
-            (&ClientState::AwaitingRequest { until }, Ok(Request::Attach(request))) => {
+            // Memory is for those whose server has no vhost-user connection for them.
+            (
+                &ClientState::AwaitingRequest { until },
+                Ok(Request::Attach(request) | Request::AttachMemory(request, _)),
+            ) => {
                 self.attach(
                     key,
                     JoinRequest::Process(request),
@@ -150,7 +154,7 @@ impl Server {
             (ClientState::Attached { .. }, Err(refusal)) => {
                 client.answer = Some(encode_answer(&refusal));
             }
-            (ClientState::Attached { .. }, Ok(Request::Attach(_) | Request::Serve(_))) => {
+            (ClientState::Attached { .. }, Ok(_)) => {
                 let refusal = Answer::refusal(Status::BadRequest, VERSION);
                 client.answer = Some(encode_answer(&refusal));
             }

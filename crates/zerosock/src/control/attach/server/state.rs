@@ -266,12 +266,8 @@ impl Conflict {
 /// The answer to a request that is granted, of a client with this CID.
 pub(super) fn granted(cid: Cid) -> Answer {
     Answer {
-        version: VERSION,
-        status: Status::Ok,
         cid,
         host: HOST,
-        asked: VERSION,
-        port: Port::new(0),
-        ports: 0,
+        ..Answer::refusal(Status::Ok, VERSION)
     }
 }

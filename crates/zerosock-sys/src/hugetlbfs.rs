@@ -123,6 +123,8 @@ impl HugeDir {
             Ok(()) => Ok(file),
             Err(errno) => {
                 let _ = self.remove(name);
+                // It has the pages that there were: they are to be counted as free.
+                drop(file);
                 match errno {
                     Errno::NOSPC | Errno::NOMEM => Err(too_few(len / HUGE_PAGE)),
                     _ => Err(errno.into()),

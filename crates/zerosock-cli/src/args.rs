@@ -6,7 +6,7 @@ use std::path::Path;
 use clap::{Parser, Subcommand};
 
 use crate::vm::parent_watchdog;
-use crate::{demo, nc, net, perf, relay, serve};
+use crate::{demo, guest, nc, net, perf, relay, serve};
 
 /// Sockets between virtual machines and their host, without copying the bytes in between.
 ///
@@ -25,10 +25,13 @@ pub(crate) enum Command {
     Net(Box<net::args::NetArgs>),
     Nc(nc::args::NcArgs),
     Relay(Box<relay::args::RelayArgs>),
+    Guest(Box<guest::args::GuestArgs>),
     Demo(demo::args::DemoArgs),
     Perf(perf::args::PerfArgs),
     #[command(hide = true)]
     DemoGuest(demo::guest::GuestArgs),
+    #[command(hide = true)]
+    GuestKeeper(guest::keeper::KeeperArgs),
     #[command(hide = true)]
     ParentWatchdog(parent_watchdog::ParentWatchdogArgs),
 }
@@ -40,6 +43,7 @@ Start here:
   zerosock net --help       a network device for a VM, on a TAP interface
   zerosock nc --help        netcat for vsock and for what `serve` offers
   zerosock relay --help     relay between TCP, UDP, Unix sockets and vsock
+  zerosock guest --help     in a VM: endpoints for its programs, on pages of the guest
 
 Exit codes: 0 all went well, 1 it could not be done, 2 an option is wrong.";
 
@@ -72,7 +76,10 @@ mod tests {
         let command = Cli::command();
         let listed = command.get_subcommands().filter(|one| !one.is_hide_set());
         let names: Vec<&str> = listed.map(clap::Command::get_name).collect();
-        assert_eq!(names, ["serve", "net", "nc", "relay", "demo", "perf"]);
+        assert_eq!(
+            names,
+            ["serve", "net", "nc", "relay", "guest", "demo", "perf"]
+        );
     }
 
     #[test]

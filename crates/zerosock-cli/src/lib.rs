@@ -14,7 +14,9 @@ mod duration;
 mod endpoint;
 mod failure;
 mod group;
+pub mod guest;
 mod help;
+mod key_file;
 mod logging;
 mod mode;
 mod nc;
@@ -47,6 +49,8 @@ pub fn main() -> ExitCode {
         Command::Nc(flags) => nc::main(flags),
         Command::Demo(flags) => demo::main(&flags),
         Command::DemoGuest(flags) => demo::guest::main(&flags),
+        Command::Guest(flags) => guest::main(*flags),
+        Command::GuestKeeper(flags) => guest::keeper::main(&flags),
         Command::ParentWatchdog(flags) => vm::parent_watchdog::main(&flags),
         Command::Perf(flags) => perf::main(flags),
         Command::Relay(flags) => relay::main(*flags),

@@ -293,6 +293,11 @@ pub fn encode_request(request: &Request) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
+/// The version that a request names, for [`Answer::memory_only`].
+pub fn requested_version(bytes: &[u8]) -> Version {
+    version(bytes, 4)
+}
+
 /// Decodes a request, or returns the answer that refuses it.
 pub fn decode_request(bytes: &[u8]) -> Result<Request, Answer> {
     let header = bytes.first_chunk::<8>().filter(|h| h.starts_with(&MAGIC));

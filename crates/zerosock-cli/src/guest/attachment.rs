@@ -1,0 +1,270 @@
+//! An attachment: a file of huge pages that is the memory of an endpoint, from its creation to its removal.
+//!
+//! # Invariants
+//! - The pages are pinned by the keeper before the host learns of them. They are unpinned, and the file is removed, when
+//!   the host has told that it does not use them.
+//! - A file is for one client: pages go from one client to the next through the kernel, which clears them.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::net::{SendFlags, Shutdown, send, shutdown};
+use rustix::rand::{GetRandomFlags, getrandom};
+use tracing::{info, warn};
+use zerosock::attach::AttachRequest;
+use zerosock::guest::client::{Registered, RegistrationError, Stream};
+use zerosock::guest::key::GuestKey;
+use zerosock::guest::wire::{AttachmentId, Register};
+use zerosock::guest::{DOORBELL_PORT, REGISTRATION_PORT};
+use zerosock_ring::{MapError, Memory, RegionConfig};
+use zerosock_sys::hugetlbfs::{HugeDir, HugePageError, free_pages};
+use zerosock_sys::vsock;
+
+use super::keeper::{Keeper, KeeperError};
+use super::stop::Stop;
+
+/// The host.
+const HOST: u32 = 2;
+/// Time limit of a connection to the host.
+const CONNECT: Duration = Duration::from_secs(5);
+/// Time limit of a request to the host. It answers some refusals after ten seconds.
+const REQUEST: Duration = Duration::from_secs(40);
+/// Time between two questions whether an attachment is in use.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
+
+/// Why there is no attachment.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum AttachmentError {
+    #[error(transparent)]
+    Pages(#[from] HugePageError),
+    #[error(transparent)]
+    Keeper(#[from] KeeperError),
+    #[error(transparent)]
+    Map(#[from] MapError),
+    #[error(
+        "cannot connect to port {port:#x} of the host: {source}; the host runs `zerosock serve` with \
+         --guest-endpoints, and this process needs CAP_NET_BIND_SERVICE"
+    )]
+    Connect { port: u32, source: io::Error },
+    #[error(transparent)]
+    Host(#[from] RegistrationError),
+    #[error("cannot open the doorbell: {0}")]
+    Doorbell(io::Error),
+}
+
+/// What attachments are made with.
+pub(super) struct Pages {
+    pub(super) dir: HugeDir,
+    pub(super) keeper: Keeper,
+    pub(super) key: GuestKey,
+    pub(super) stop: Stop,
+}
+
+/// A registered endpoint.
+pub(super) struct Attachment {
+    id: AttachmentId,
+    pub(super) file: OwnedFd,
+    pub(super) stream: Registered,
+    pub(super) doorbell: OwnedFd,
+}
+
+fn name(id: AttachmentId) -> String {
+    id.0.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The attachment whose file has this name.
+fn id(name: &str) -> Option<AttachmentId> {
+    let digits = name.as_bytes().chunks(2).map(|pair| {
+        let text = std::str::from_utf8(pair).ok()?;
+        u8::from_str_radix(text, 16).ok()
+    });
+    let bytes: Vec<u8> = digits.collect::<Option<_>>()?;
+    let id = bytes.try_into().ok().map(AttachmentId);
+    id.filter(|&id| self::name(id) == name)
+}
+
+fn deadline(limit: Duration) -> Instant {
+    Instant::now() + limit
+}
+
+impl Pages {
+    /// Makes an endpoint on `len` bytes of new huge pages.
+    pub(super) fn attach(
+        &self,
+        endpoint: AttachRequest,
+        len: u64,
+    ) -> Result<Attachment, AttachmentError> {
+        let mut random = [0; 16];
+        getrandom(&mut random, GetRandomFlags::empty()).map_err(HugePageError::from)?;
+        let id = AttachmentId(random);
+        let file = self.dir.create(&name(id), len)?;
+        let registered = self.register(id, &file, endpoint, len);
+        let mut stream = match registered {
+            Ok(stream) => stream,
+            Err(error) => {
+                match &error {
+                    AttachmentError::Host(host) if !host.frees_pages() => self.free_later(id),
+                    _ => self.free(id),
+                }
+                return Err(error);
+            }
+        };
+        match open_doorbell(&stream) {
+            Ok(doorbell) => Ok(Attachment {
+                id,
+                file,
+                stream,
+                doorbell,
+            }),
+            Err(error) => {
+                self.end(id, &mut stream);
+                Err(AttachmentError::Doorbell(error))
+            }
+        }
+    }
+
+    fn register(
+        &self,
+        id: AttachmentId,
+        file: &OwnedFd,
+        endpoint: AttachRequest,
+        len: u64,
+    ) -> Result<Registered, AttachmentError> {
+        let extents = self.keeper.pin(id, file)?;
+        let region = RegionConfig {
+            guest_addr: 0,
+            user_addr: 0,
+            len,
+            fd_offset: 0,
+        };
+        let memory = Memory::map(vec![(file, region)])?;
+        let stream = self.open_stream()?;
+        let register = Register {
+            attachment: id,
+            endpoint,
+            extents,
+        };
+        Ok(stream.register(register, &memory, deadline(REQUEST))?)
+    }
+
+    fn open_stream(&self) -> Result<Stream, AttachmentError> {
+        let port = REGISTRATION_PORT.get();
+        let socket = vsock::connect_from_privileged_port(HOST, port, CONNECT);
+        let socket = socket.map_err(|source| AttachmentError::Connect { port, source })?;
+        // Nothing was requested yet.
+        Stream::open(socket, &self.key, deadline(REQUEST)).map_err(|error| match error {
+            RegistrationError::Refused(refusal) => RegistrationError::Refused(refusal).into(),
+            error => AttachmentError::Connect {
+                port,
+                source: io::Error::other(error),
+            },
+        })
+    }
+
+    /// Ends an endpoint, unless the host has, and frees its pages when the host has told that it does not use them.
+    pub(super) fn detach(&self, mut attachment: Attachment, has_ended: bool) {
+        match has_ended {
+            true => self.free(attachment.id),
+            false => self.end(attachment.id, &mut attachment.stream),
+        }
+        // Clients may have copies of it.
+        let _ = shutdown(&attachment.doorbell, Shutdown::Both);
+    }
+
+    fn end(&self, id: AttachmentId, stream: &mut Registered) {
+        match stream.end(deadline(REQUEST)) {
+            Ok(_) | Err(RegistrationError::Ended(_)) => self.free(id),
+            Err(error) => {
+                info!(
+                    attachment = name(id),
+                    "the host has not confirmed the end: {error}"
+                );
+                self.free_later(id);
+            }
+        }
+    }
+
+    /// Frees the pages of an attachment that the host does not use.
+    fn free(&self, id: AttachmentId) {
+        let name = name(id);
+        if let Err(error) = self.keeper.unpin(id) {
+            warn!(attachment = name, "cannot unpin its pages: {error}");
+        }
+        // A client may have the file open: without its name alone the client would keep the pages.
+        let freed = self.dir.open_file(&name).and_then(free_pages);
+        if let Err(error) = freed.and_then(|()| self.dir.remove(&name)) {
+            warn!(attachment = name, "cannot free its pages: {error}");
+        }
+    }
+
+    /// Frees the pages of an attachment when the host tells that it does not use them. Gives up when the agent stops:
+    /// the file stays for the next agent.
+    fn free_later(&self, id: AttachmentId) {
+        loop {
+            let stream = self.open_stream();
+            let known = stream.and_then(|stream| Ok(stream.query(id, deadline(REQUEST))?));
+            match known {
+                Ok(false) => return self.free(id),
+                Ok(true) => {}
+                Err(error) => warn!(attachment = name(id), "the host may use its pages: {error}"),
+            }
+            if self.stop.wait(ASK_AGAIN) {
+                return;
+            }
+        }
+    }
+
+    /// Frees the pages of attachments of earlier agents. Returns when all are free, or when the agent stops.
+    pub(super) fn recover(&self, names: Vec<String>) {
+        for name in names {
+            match id(&name) {
+                Some(id) => {
+                    info!(attachment = name, "an earlier agent has left it");
+                    self.free_later(id);
+                }
+                None => warn!(name, "a file that is no attachment is left alone"),
+            }
+            if self.stop.wait(Duration::ZERO) {
+                return;
+            }
+        }
+    }
+}
+
+fn open_doorbell(stream: &Registered) -> io::Result<OwnedFd> {
+    let doorbell = vsock::connect_blocking(HOST, DOORBELL_PORT.get(), CONNECT)?;
+    // A few bytes fit an empty stream at once.
+    match send(
+        &doorbell,
+        &stream.token.0,
+        SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
+    )? {
+        len if len == stream.token.0.len() => Ok(doorbell),
+        _ => Err(Errno::AGAIN.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_files_are_those_of_attachments() {
+        let bytes = *b"\x00\x01\x0f\xf0\xff0123456789a";
+        let text = "00010ff0ff3031323334353637383961";
+        assert_eq!(name(AttachmentId(bytes)), text);
+        assert_eq!(id(text), Some(AttachmentId(bytes)));
+        for bad in [
+            "",
+            "00",
+            &text[1..],
+            &text.to_uppercase(),
+            &text.replace("00", "+0"),
+            "é",
+        ] {
+            assert_eq!(id(bad), None, "{bad}");
+        }
+    }
+}

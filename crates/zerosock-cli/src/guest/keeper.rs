@@ -1,0 +1,309 @@
+//! The keeper: a process that pins the pages of attachments, and does nothing else. It outlives the agent, so that no page
+//! that the host may still write goes back to the guest's kernel when the agent ends in any way.
+//!
+//! The agent sends it files over a Unix socket (SOCK_SEQPACKET) with a path, where the next agent finds it again. It ends
+//! when it has neither an agent nor a pin.
+//!
+//! # Invariants
+//! - Pages stay pinned until the agent says that the host has ended their attachment.
+//! - It has one agent at a time.
+//! - It never reads or writes a page.
+
+use std::collections::HashMap;
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use clap::Args;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{Shutdown, SocketFlags, SocketType, accept_with, shutdown};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use zerosock::attach;
+use zerosock::guest::wire::{AttachmentId, MAX_EXTENTS};
+use zerosock_ring::Extent;
+use zerosock_sys::hugetlbfs::{HugeMapping, HugePageError};
+use zerosock_sys::pagemap::{self, PagemapError};
+use zerosock_sys::pin::{Pin, PinError};
+use zerosock_sys::{fd_passing, socket_path, wait_ready};
+
+use crate::failure::Failure;
+
+/// The subcommand of the keeper.
+const COMMAND: &str = "guest-keeper";
+/// Time limit of a request; pinning many pages takes time.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// How long a keeper without pins waits for an agent.
+const LONELY: Timespec = Timespec {
+    tv_sec: 10,
+    tv_nsec: 0,
+};
+/// Times that an agent looks for a keeper: one may end, or start, meanwhile.
+const ATTEMPTS: usize = 5;
+
+const OP_PIN: u8 = 1;
+const OP_UNPIN: u8 = 2;
+const REQUEST_LEN: usize = 1 + size_of::<AttachmentId>();
+/// The first byte of an answer, and what follows: extents, or a text.
+const DONE: u8 = 0;
+const FAILED: u8 = 1;
+/// The first message to an agent, if the keeper has another one; else it is an empty [`DONE`].
+const BUSY: u8 = 2;
+const EXTENT_LEN: usize = 16;
+const MAX_ANSWER: usize = 1 + EXTENT_LEN * MAX_EXTENTS;
+
+/// Why the keeper has not done what the agent needs.
+#[derive(Debug, thiserror::Error)]
+pub enum KeeperError {
+    /// It has another agent.
+    #[error("another `zerosock guest` runs in this guest; end it first")]
+    Busy,
+    /// It has refused, with this text.
+    #[error("{0}")]
+    Refused(String),
+    /// It has ended or does not answer.
+    #[error("the keeper, which pins pages, does not answer: {0}")]
+    Gone(io::Error),
+    /// It cannot be started or found.
+    #[error("cannot start the keeper, which pins pages: {0}")]
+    Start(io::Error),
+}
+
+/// The agent's connection to its keeper. A hang-up of it is the end of the keeper.
+#[derive(Clone, Debug)]
+pub struct Keeper(Arc<Mutex<OwnedFd>>, Arc<OwnedFd>);
+
+impl Keeper {
+    /// Connects to the keeper with this socket, or starts one.
+    ///
+    /// # Errors
+    /// See [`KeeperError`].
+    pub fn find_or_start(path: &Path) -> Result<Keeper, KeeperError> {
+        let mut last = io::ErrorKind::TimedOut.into();
+        for _ in 0..ATTEMPTS {
+            let found = socket_path::connect(path, SocketType::SEQPACKET, TIMEOUT);
+            let greeted = found.and_then(|socket| {
+                let mut answer = [0; MAX_ANSWER];
+                let len = receive(&socket, &mut answer)?;
+                Ok((socket, answer.first().copied().filter(|_| len > 0)))
+            });
+            match greeted {
+                Ok((_, Some(BUSY))) => return Err(KeeperError::Busy),
+                Ok((socket, Some(_))) => {
+                    let watched = socket.try_clone().map_err(KeeperError::Start)?;
+                    return Ok(Keeper(Arc::new(Mutex::new(socket)), Arc::new(watched)));
+                }
+                Ok((_, None)) => {}
+                Err(error) => last = error,
+            }
+            match attach::listen(path) {
+                Ok(listener) => start(listener).map_err(KeeperError::Start)?,
+                // One has started or still runs.
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse => last = error,
+                Err(error) => return Err(KeeperError::Start(error)),
+            }
+        }
+        Err(KeeperError::Start(last))
+    }
+
+    /// Pins all pages of a file, and returns where they lie.
+    ///
+    /// # Errors
+    /// See [`KeeperError`].
+    pub fn pin(&self, id: AttachmentId, file: impl AsFd) -> Result<Vec<Extent>, KeeperError> {
+        let extents = self.request(OP_PIN, id, &[file.as_fd()])?;
+        let extents = extents.chunks_exact(EXTENT_LEN).map(|bytes| {
+            let word = |at: usize| bytes.get(at..).and_then(<[u8]>::first_chunk);
+            let [addr, len] = [0, 8].map(|at| word(at).map_or(0, |it| u64::from_le_bytes(*it)));
+            Extent { addr, len }
+        });
+        Ok(extents.collect())
+    }
+
+    /// Unpins the pages of an attachment that the host has ended.
+    ///
+    /// # Errors
+    /// See [`KeeperError`].
+    pub fn unpin(&self, id: AttachmentId) -> Result<(), KeeperError> {
+        self.request(OP_UNPIN, id, &[]).map(drop)
+    }
+
+    fn request(
+        &self,
+        op: u8,
+        id: AttachmentId,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<Vec<u8>, KeeperError> {
+        // One request at a time.
+        let socket = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut answer = [0; MAX_ANSWER];
+        let request = [&[op][..], &id.0].concat();
+        let len = fd_passing::send(&*socket, &[IoSlice::new(&request)], fds)
+            .and_then(|_| receive(&*socket, &mut answer))
+            .map_err(|error| {
+                // A late answer must not be taken for that of the next request.
+                let _ = shutdown(&*socket, Shutdown::Both);
+                KeeperError::Gone(error)
+            })?;
+        match answer.get(..len).and_then(<[u8]>::split_first) {
+            Some((&DONE, rest)) => Ok(rest.to_vec()),
+            Some((_, text)) => Err(KeeperError::Refused(
+                String::from_utf8_lossy(text).into_owned(),
+            )),
+            None => Err(KeeperError::Gone(io::ErrorKind::UnexpectedEof.into())),
+        }
+    }
+}
+
+impl AsFd for Keeper {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.1.as_fd()
+    }
+}
+
+/// Receives a message without descriptors; 0 is the end of the connection.
+fn receive(socket: impl AsFd, answer: &mut [u8]) -> io::Result<usize> {
+    if wait_ready(&socket, PollFlags::IN, Some(TIMEOUT))?.is_empty() {
+        return Err(io::ErrorKind::TimedOut.into());
+    }
+    fd_passing::recv(&socket, answer, &mut Vec::new()).map(|received| received.bytes)
+}
+
+/// Starts a keeper with this listener. A thread waits for its end, so that no zombie is left.
+fn start(listener: OwnedFd) -> io::Result<()> {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("zerosock").arg(COMMAND).current_dir("/");
+    command
+        .stdin(listener)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    let mut keeper = command.spawn()?;
+    thread::spawn(move || keeper.wait());
+    Ok(())
+}
+
+/// Pin pages for `zerosock guest`
+#[derive(Debug, Args)]
+pub(crate) struct KeeperArgs {}
+
+/// The keeper's process. Its listener is its standard input.
+pub(crate) fn main(_: &KeeperArgs) -> Result<(), Failure> {
+    let listener = io::stdin().as_fd().try_clone_to_owned();
+    listener
+        .and_then(|listener| {
+            for signal in [SIGTERM, SIGINT, SIGHUP] {
+                // The agent ends it; what ends the agent is not to end it, too.
+                signal_hook::flag::register(signal, Arc::default())?;
+            }
+            let _ = rustix::process::setsid();
+            // The system is to take memory from all others first.
+            let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
+            serve(&listener)
+        })
+        .map_err(|error| Failure::runtime(format_args!("{COMMAND}: {error}")))
+}
+
+/// Serves one agent after the other.
+fn serve(listener: &OwnedFd) -> io::Result<()> {
+    let mut pins = HashMap::new();
+    let mut agent: Option<OwnedFd> = None;
+    loop {
+        let mut watched = vec![PollFd::new(listener, PollFlags::IN)];
+        watched.extend(agent.iter().map(|it| PollFd::new(it, PollFlags::IN)));
+        let limit = (agent.is_none() && pins.is_empty()).then_some(&LONELY);
+        let ready = match poll(&mut watched, limit) {
+            Ok(0) => return Ok(()),
+            Ok(_) => watched.iter().map(|it| !it.revents().is_empty()),
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(errno) => return Err(errno.into()),
+        };
+        let ready: Vec<bool> = ready.collect();
+        // The end of one agent comes before the beginning of the next.
+        if ready.get(1) == Some(&true) && !agent.as_ref().is_some_and(|it| handle(it, &mut pins)) {
+            agent = None;
+            if pins.is_empty() {
+                return Ok(());
+            }
+        } else if ready.first() == Some(&true) {
+            greet(listener, &mut agent);
+        }
+    }
+}
+
+/// Accepts an agent if there is no other one.
+fn greet(listener: &OwnedFd, agent: &mut Option<OwnedFd>) {
+    let Ok(socket) = accept_with(listener, SocketFlags::CLOEXEC) else {
+        return;
+    };
+    let greeting = if agent.is_some() { BUSY } else { DONE };
+    let sent = fd_passing::send(&socket, &[IoSlice::new(&[greeting])], &[]);
+    if agent.is_none() && sent.is_ok() {
+        *agent = Some(socket);
+    }
+}
+
+/// Why pages are not pinned.
+#[derive(Debug, thiserror::Error)]
+enum NotPinned {
+    #[error(transparent)]
+    Map(#[from] HugePageError),
+    #[error(transparent)]
+    Pin(#[from] PinError),
+    #[error(transparent)]
+    Pagemap(#[from] PagemapError),
+    #[error(
+        "the pages lie in {0} places, at most {MAX_EXTENTS} can be registered: free memory, or take fewer pages"
+    )]
+    Scattered(usize),
+    #[error("not a request of this version")]
+    BadRequest,
+}
+
+/// Handles a request. False: the agent is gone.
+fn handle(agent: &OwnedFd, pins: &mut HashMap<[u8; 16], Pin>) -> bool {
+    let (mut request, mut fds) = ([0; REQUEST_LEN], Vec::new());
+    match fd_passing::recv(agent, &mut request, &mut fds) {
+        Ok(received) if received.bytes == REQUEST_LEN => {}
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => return true,
+        _ => return false,
+    }
+    let id = request.last_chunk::<16>().copied().unwrap_or_default();
+    let done = match (request.first(), fds.pop()) {
+        (Some(&OP_PIN), Some(file)) => pin(&file).map(|(pin, extents)| {
+            pins.insert(id, pin);
+            extents
+        }),
+        (Some(&OP_UNPIN), None) => {
+            pins.remove(&id);
+            Ok(Vec::new())
+        }
+        _ => Err(NotPinned::BadRequest),
+    };
+    let (first, rest) = match done {
+        Ok(extents) => {
+            let words = extents.iter().flat_map(|extent| [extent.addr, extent.len]);
+            (DONE, words.flat_map(u64::to_le_bytes).collect())
+        }
+        Err(error) => (FAILED, error.to_string().into_bytes()),
+    };
+    let answer = [&[first][..], &rest].concat();
+    fd_passing::send(agent, &[IoSlice::new(&answer)], &[]).is_ok()
+}
+
+fn pin(file: impl AsFd) -> Result<(Pin, Vec<Extent>), NotPinned> {
+    let mapping = HugeMapping::new(file)?;
+    let pin = Pin::new(&mapping)?;
+    let extents = pagemap::extents(&mapping, &pin)?;
+    match extents.len() {
+        0..=MAX_EXTENTS => Ok((pin, extents)),
+        count => Err(NotPinned::Scattered(count)),
+    }
+}
+
+#[cfg(test)]
+#[path = "keeper_tests.rs"]
+mod tests;

@@ -17,7 +17,7 @@ use super::remote::Remote;
 /// The guest's serial line to the agent.
 pub const TTY: &str = "/dev/ttyS0";
 
-/// With hidden extended state (`guest hide-xstate`), a process in the guest may lose its wide
+/// With hidden extended state (`test-guest hide-xstate`), a process in the guest may lose its wide
 /// registers at any moment, so the C library must not use them. The kernel passes unknown options
 /// to init as its environment.
 const TUNABLES: &str = "GLIBC_TUNABLES=glibc.cpu.hwcaps=\

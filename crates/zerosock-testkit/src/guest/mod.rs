@@ -1,9 +1,11 @@
 //! The program inside the guests of tests and benchmarks, when its first argument is [`NAME`].
 
 mod agent;
+mod attach;
 mod calls;
 mod forward;
 mod owned;
+mod pages;
 mod sockmap;
 mod stream;
 mod vsock_calls;
@@ -19,7 +21,7 @@ use clap::Parser;
 use zerosock_cli::Failure;
 
 /// The first argument of the agent's program.
-pub const NAME: &str = "guest";
+pub const NAME: &str = "test-guest";
 
 #[derive(Debug, Parser)]
 #[command(name = NAME)]
@@ -34,6 +36,11 @@ enum Command {
     Forward,
     /// Relays between this guest's own AF_VSOCK and other sockets, in several ways
     Sockmap(sockmap::Options),
+    /// Attaches at the socket of `zerosock guest`
+    Attach(attach::Options),
+    /// Takes, pins and frees huge pages of this guest
+    #[command(subcommand)]
+    Pages(pages::Step),
     /// Become a program of a user without capabilities
     Unprivileged {
         /// Program and arguments
@@ -65,6 +72,8 @@ pub fn main() -> ExitCode {
         Command::Agent { tty } => agent::run(&tty),
         Command::Forward => forward::run(),
         Command::Sockmap(options) => sockmap::run(&options),
+        Command::Attach(options) => attach::run(&options),
+        Command::Pages(step) => pages::run(step),
         Command::Unprivileged { argv } => Err(unprivileged(&argv)),
         Command::HideXstate { argv } => xstate::run(&argv),
     };

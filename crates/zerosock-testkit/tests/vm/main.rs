@@ -15,6 +15,8 @@
 mod behaviour;
 mod behaviours;
 mod entropy;
+mod guest_agent;
+mod guest_pages;
 mod jobs;
 mod kernels;
 mod lab;
@@ -55,6 +57,8 @@ const ALONE: &[(&str, &[(&str, Alone)])] = &[
     ("net_interface", net_interface::ALL),
     ("user_mode", user_mode::ALL),
     ("entropy", entropy::ALL),
+    ("guest_pages", guest_pages::ALL),
+    ("guest_agent", guest_agent::ALL),
 ];
 
 /// The tests of a lab.

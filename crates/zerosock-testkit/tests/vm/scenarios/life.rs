@@ -5,6 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use zerosock_cli::vm::hybrid::HybridError;
+use zerosock_testkit::guest;
 use zerosock_testkit::protocol::Command;
 
 use crate::lab::{Lab, STEP, Vm, expected, port, read_exact, write};
@@ -66,7 +67,7 @@ pub(crate) fn qemu_guest_agent(lab: &Lab) {
 /// `serve --forward-cid` relays to the kernel's AF_VSOCK, which is opened only inside the guest: a
 /// daemon runs there, with zerosock's driver half as its guest, and the kernel's loopback.
 pub(crate) fn forward(lab: &Lab) {
-    let argv = ["/bin/zerosock", "guest", "forward"];
+    let argv = ["/bin/zerosock", guest::NAME, "forward"];
     let done = lab.a.run(Command::Run {
         argv: argv.map(str::to_owned).to_vec(),
     });

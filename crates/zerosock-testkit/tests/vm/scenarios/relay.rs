@@ -314,7 +314,7 @@ pub(crate) fn sockmap_unprivileged(lab: &Lab) {
     let (entry, exit) = (port(), port());
     let tcp = format!("127.0.0.1:{}", port());
     let listener = lab.a.host_listener(exit);
-    let nobody = "/bin/zerosock guest unprivileged --";
+    let nobody = "/bin/zerosock test-guest unprivileged --";
     let ends = [format!("tcp-listen:{tcp}"), format!("vsock:2:{exit}")];
     let second = Relay::start(lab, "", ends.each_ref().map(String::as_str), "auto");
     let ends = [format!("vsock-listen:{entry}"), format!("tcp:{tcp}")];

@@ -63,7 +63,7 @@ impl Run {
 
     fn start(self, lab: &Lab, port: u32) -> Pending {
         let mut argv = format!(
-            "/bin/zerosock guest sockmap --way {} --kind {} --cid {} --port {port} --bytes {} \
+            "/bin/zerosock test-guest sockmap --way {} --kind {} --cid {} --port {port} --bytes {} \
              --chunk {} --pause {}",
             self.way, self.kind, self.cid, self.bytes, self.chunk, self.pause
         );

@@ -4,8 +4,8 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::{
-    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, ftruncate,
-    memfd_create,
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat,
+    fstatfs, ftruncate, memfd_create,
 };
 
 /// Size of a huge page for [`create_huge`], in bytes.
@@ -62,6 +62,22 @@ pub fn is_memory(fd: impl AsFd) -> bool {
     fcntl_get_seals(fd).is_ok()
 }
 
+/// Whether the file lies on hugetlbfs, as a memfd of huge pages does. Ask only of a file that [is in memory](is_memory).
+pub fn has_huge_pages(fd: impl AsFd) -> bool {
+    /// HUGETLBFS_MAGIC of linux/magic.h.
+    const HUGETLBFS: u32 = 0x9584_58f6;
+    // The type of `f_type` depends on the platform; the magic has 32 bits.
+    fstatfs(fd).is_ok_and(|stat| stat.f_type as u32 == HUGETLBFS)
+}
+
+/// The length of the file in bytes. Ask only of a file that [is in memory](is_memory).
+///
+/// # Errors
+/// Errors of fstat(2).
+pub fn len(fd: impl AsFd) -> io::Result<u64> {
+    Ok(u64::try_from(fstat(fd)?.st_size).unwrap_or(0))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -71,7 +87,8 @@ mod tests {
     fn sealed_file_cannot_shrink() {
         let fd = create("sealed", 8192, true).unwrap();
         assert!(is_shrink_sealed(&fd));
-        assert!(is_memory(&fd));
+        assert!(is_memory(&fd) && !has_huge_pages(&fd));
+        assert_eq!(len(&fd).unwrap(), 8192);
         assert_eq!(ftruncate(&fd, 4096), Err(Errno::PERM));
         assert_eq!(ftruncate(&fd, 16384), Err(Errno::PERM));
         assert_eq!(fcntl_add_seals(&fd, SealFlags::WRITE), Err(Errno::PERM));
@@ -83,8 +100,8 @@ mod tests {
         match create_huge("huge", HUGE_PAGE) {
             Ok(fd) => {
                 assert!(is_shrink_sealed(&fd));
-                assert!(is_memory(&fd));
-                assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size as u64, HUGE_PAGE);
+                assert!(is_memory(&fd) && has_huge_pages(&fd));
+                assert_eq!(len(&fd).unwrap(), HUGE_PAGE);
                 assert_eq!(ftruncate(&fd, 0), Err(Errno::PERM));
             }
             Err(error) => eprintln!("no huge pages here: {error}"),

@@ -40,6 +40,16 @@ impl Default for Plan {
     }
 }
 
+/// Why a plan has no place for a ring or a buffer.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("{len} bytes do not fit the memory: {most} bytes are the most that lie together in it")]
+pub struct PlanError {
+    /// Bytes of the ring or the buffer.
+    pub len: u64,
+    /// The most bytes that there are a place for.
+    pub most: u64,
+}
+
 impl Plan {
     /// For memory whose device sees each huge page at another place, and reads the last cache line of each to find out
     /// whether it is still the same page: no ring and no buffer crosses the end of a huge page or has a byte in that
@@ -62,50 +72,68 @@ impl Plan {
         }
     }
 
-    /// Guest address of `len` bytes that no other call has got, at the start of a page. With huge pages `len` is at most
-    /// that of one without its last line.
-    pub fn take(&mut self, len: u64) -> u64 {
-        debug_assert!(!self.in_huge_pages || len <= HUGE_PAGE - LINE);
+    /// Guest address of `len` bytes that no other call has got, at the start of a page.
+    ///
+    /// # Errors
+    /// [`PlanError`]: `len` is more than 2^47, or, with huge pages, than one without its last line.
+    pub fn take(&mut self, len: u64) -> Result<u64, PlanError> {
+        self.check(len)?;
         if self.in_huge_pages && self.end % HUGE_PAGE + len > HUGE_PAGE - LINE {
             self.end = self.end.next_multiple_of(HUGE_PAGE);
         }
         let start = self.end;
         self.end += len.next_multiple_of(PAGE);
-        start
+        Ok(start)
     }
 
-    /// The places of `count` buffers of `len` bytes that no other call has got. With huge pages `len` is at most that of
-    /// one without its last line.
-    pub fn take_slots(&mut self, len: u32, count: u16) -> SlotPlaces {
+    /// Whether `len` bytes can lie together.
+    fn check(&self, len: u64) -> Result<(), PlanError> {
+        // No process has more address space, so that no sum of lengths overflows before the memory is refused.
+        let most = match self.in_huge_pages {
+            true => HUGE_PAGE - LINE,
+            false => 1 << 47,
+        };
+        match len <= most && self.end < 1 << 62 {
+            true => Ok(()),
+            false => Err(PlanError { len, most }),
+        }
+    }
+
+    /// The places of `count` buffers of `len` bytes that no other call has got.
+    ///
+    /// # Errors
+    /// As [`take`](Self::take).
+    pub fn take_slots(&mut self, len: u32, count: u16) -> Result<SlotPlaces, PlanError> {
+        self.check(len.into())?;
         let (stride, count) = (Plan::stride(len), u64::from(count));
         if !self.in_huge_pages {
-            return SlotPlaces {
-                base: self.take(stride * count),
+            return Ok(SlotPlaces {
+                base: self.take(stride * count)?,
                 stride,
                 per_page: u64::MAX,
-            };
+            });
         }
         let len = u64::from(len);
         // The bytes between the last buffer and the end need not be a whole stride.
         let span = |slots: u64| slots.saturating_sub(1) * stride + len;
         let per_page = (HUGE_PAGE - LINE).saturating_sub(len) / stride + 1;
         if count <= per_page {
-            return SlotPlaces {
-                base: self.take(span(count)),
+            return Ok(SlotPlaces {
+                base: self.take(span(count))?,
                 stride,
                 per_page,
-            };
+            });
         }
         // All pages have the same offsets, so the first one is a fresh one too.
         let base = self.end.next_multiple_of(HUGE_PAGE);
         let last = (count - 1) / per_page;
         self.end = base + last * HUGE_PAGE;
-        self.take(span(count - last * per_page));
-        SlotPlaces {
+        self.take(span(count - last * per_page))?;
+        Ok(SlotPlaces {
             base,
             stride,
             per_page,
-        }
+        })
     }
 
     /// Bytes taken so far.
@@ -151,6 +179,9 @@ impl SlotPlaces {
 /// Why shared memory could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum SharedMemoryError {
+    /// A ring or a buffer has no place in it.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
     /// The memfd could not be created or duplicated.
     #[error("cannot create shared memory: {0}")]
     Memfd(#[from] io::Error),
@@ -196,6 +227,20 @@ impl SharedMemory {
         }
         let region = RegionConfig { len, ..plan.region };
         SharedMemory::map(memfd::create(name, len, seal)?, region, false)
+    }
+
+    /// Maps the beginning of a file that exists already as the memory of a plan. An access to pages that vanish from it
+    /// is an error of that memory, as in one that is not sealed.
+    ///
+    /// # Errors
+    /// [`SharedMemoryError`]: the system does not map it.
+    pub fn of_file(fd: OwnedFd, plan: &Plan) -> Result<SharedMemory, SharedMemoryError> {
+        let huge_pages = memfd::has_huge_pages(&fd);
+        let region = RegionConfig {
+            len: plan.len(),
+            ..plan.region
+        };
+        SharedMemory::map(fd, region, huge_pages)
     }
 
     fn map(

@@ -1,4 +1,4 @@
-//! The memory that a driver shares with its device: one memfd, divided into rings, header slots,
+//! The memory that a driver shares with its device: one file, divided into rings, header slots,
 //! event slots and payload buffers.
 //!
 //! # Invariants
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_ring::{DriverLayout, GuestSlice, Memory, Piece, TranslateError};
-use zerosock_vhost_user::frontend::{Plan, SharedMemory, SharedMemoryError, SlotPlaces};
+use zerosock_vhost_user::frontend::{Plan, PlanError, SharedMemory, SharedMemoryError, SlotPlaces};
 
 use super::config::DriverConfig;
 
@@ -31,6 +31,9 @@ pub enum ArenaError {
     /// The system refused it.
     #[error(transparent)]
     Shared(#[from] SharedMemoryError),
+    /// A ring or a buffer has no place in it.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
     /// A slot lies outside of the memory: an error in the layout computed here.
     #[error("a buffer lies outside of the shared memory: {0}")]
     Layout(#[from] TranslateError),
@@ -137,33 +140,80 @@ pub(crate) struct PairSlots {
     pub(crate) memory: Arc<Memory>,
 }
 
+/// Where everything lies in the memory of a driver.
+#[derive(Debug)]
+pub(super) struct Layout {
+    plan: Plan,
+    rings: Vec<DriverLayout>,
+    events: SlotPlaces,
+    /// The receive and the transmit buffers of each queue pair.
+    pairs: Vec<(SlotPlaces, SlotPlaces)>,
+}
+
+/// Bytes of a buffer: the header's line and the payload.
+fn whole(payload: u32) -> u32 {
+    HEADER_SLOT.saturating_add(payload)
+}
+
+impl Layout {
+    /// Divides memory for `config` as `plan` does, with buffers for each of `pairs`.
+    pub(super) fn new(
+        config: &DriverConfig,
+        pairs: QueuePairs,
+        mut plan: Plan,
+    ) -> Result<Layout, PlanError> {
+        let ring_len = DriverLayout::bytes_needed(config.queue_size);
+        let ring = |plan: &mut Plan| -> Result<_, PlanError> {
+            Ok(DriverLayout::at(plan.take(ring_len)?, config.queue_size))
+        };
+        let rings = (0..pairs.queues()).map(|_| ring(&mut plan));
+        let rings = rings.collect::<Result<_, PlanError>>()?;
+        let events = plan.take_slots(EVENT_LEN, EVENT_SLOTS)?;
+        let mut slots = |len| plan.take_slots(whole(len), config.slots());
+        let pairs = (0..pairs.get())
+            .map(|_| Ok((slots(config.rx_buffer_size)?, slots(config.tx_buffer_size)?)))
+            .collect::<Result<_, PlanError>>()?;
+        Ok(Layout {
+            plan,
+            rings,
+            events,
+            pairs,
+        })
+    }
+
+    /// Bytes of the memory.
+    pub(super) fn len(&self) -> u64 {
+        self.plan.len()
+    }
+
+    /// The plan, from which all was taken.
+    pub(super) fn plan(&self) -> &Plan {
+        &self.plan
+    }
+}
+
 impl Arena {
     /// Creates and maps the memory for `config`, as `plan` divides it, with buffers for each of `pairs`.
     pub(crate) fn new(
         config: &DriverConfig,
         pairs: QueuePairs,
-        mut plan: Plan,
+        plan: Plan,
+    ) -> Result<(Arena, Vec<PairSlots>), ArenaError> {
+        let layout = Layout::new(config, pairs, plan)?;
+        let (seal, huge_pages) = (config.seal, config.huge_pages);
+        let shared = SharedMemory::create("zerosock-driver", layout.plan(), seal, huge_pages)?;
+        Arena::in_memory(config, layout, shared)
+    }
+
+    /// Divides memory that was mapped for this layout of `config`.
+    pub(super) fn in_memory(
+        config: &DriverConfig,
+        layout: Layout,
+        shared: SharedMemory,
     ) -> Result<(Arena, Vec<PairSlots>), ArenaError> {
         let count = config.slots();
-        // A buffer is the header's line and the payload.
         let (rx_len, tx_len) = (config.rx_buffer_size, config.tx_buffer_size);
-        let (rx_whole, tx_whole) = (HEADER_SLOT + rx_len, HEADER_SLOT + tx_len);
-
-        let ring_len = DriverLayout::bytes_needed(config.queue_size);
-        let rings = (0..pairs.queues())
-            .map(|_| DriverLayout::at(plan.take(ring_len), config.queue_size))
-            .collect();
-        let events = plan.take_slots(EVENT_LEN, EVENT_SLOTS);
-        let places: Vec<(SlotPlaces, SlotPlaces)> = (0..pairs.get())
-            .map(|_| {
-                (
-                    plan.take_slots(rx_whole, count),
-                    plan.take_slots(tx_whole, count),
-                )
-            })
-            .collect();
-        let (seal, huge_pages) = (config.seal, config.huge_pages);
-        let shared = SharedMemory::create("zerosock-driver", &plan, seal, huge_pages)?;
+        let (rx_whole, tx_whole) = (whole(rx_len), whole(tx_len));
         let memory = Arc::clone(&shared.memory);
         let pair = |(rx, tx)| {
             Ok(PairSlots {
@@ -174,12 +224,12 @@ impl Arena {
                 memory: memory.clone(),
             })
         };
-        let slots: Result<_, ArenaError> = places.into_iter().map(pair).collect();
+        let slots: Result<_, ArenaError> = layout.pairs.into_iter().map(pair).collect();
         let arena = Arena {
-            events: Slots::new(&memory, events, (0, EVENT_LEN), EVENT_SLOTS)?,
+            events: Slots::new(&memory, layout.events, (0, EVENT_LEN), EVENT_SLOTS)?,
             memory: memory.clone(),
             shared,
-            rings,
+            rings: layout.rings,
         };
         Ok((arena, slots?))
     }

@@ -45,6 +45,10 @@ impl Trust {
     ///   replaces the memory; an end of the control connection returns no buffer.
     /// - **The file** behind the memory cannot shrink (it has a shrink seal), since bytes that
     ///   vanish under a reference change; and no other process has it.
+    /// - **A file given by the agent of a guest**, instead: it lies on hugetlbfs, where no seal keeps it from shrinking. So
+    ///   no process truncates it, punches a hole into it, removes its pages, or writes it: besides this process only the
+    ///   agent and its keeper have it, and they do neither. The peer is the daemon on the host, which writes the same
+    ///   pages as memory of the VM, and which keeps the terms of the first item also while the VM is stopped.
     /// - **This process**, in all code that has the token, makes a slice only of a leased buffer,
     ///   and drops it before it returns the buffer. Meanwhile nothing writes its bytes: not
     ///   [`Memory::write`], [`Memory::copy`], a [`GuestSlice`], a system call, another mapping of the

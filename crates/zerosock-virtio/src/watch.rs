@@ -1,8 +1,8 @@
 //! For drivers: one epoll descriptor for the device's notifications, its hang-up and wake-ups by
-//! other threads.
+//! other threads. The notifications and the hang-up of a device with a doorbell come by one stream.
 //!
 //! All descriptors are registered edge-triggered: one `epoll_wait` clears what was raised, as a
-//! rule with one system call and without reading an eventfd.
+//! rule with one system call and without reading an eventfd. The driver reads a doorbell after each of its events.
 //!
 //! # Invariants
 //! No notification is cleared while a thread may sleep on the descriptor without having been woken.
@@ -67,10 +67,22 @@ impl Watch {
     /// # Errors
     /// Errors of epoll_ctl(2).
     pub fn device(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
+        self.add_device(socket, EventFlags::RDHUP)
+    }
+
+    /// Registers the stream that is the doorbell of a device, in the place of its control socket. Its events are bytes to
+    /// read as well as its end.
+    ///
+    /// # Errors
+    /// Errors of epoll_ctl(2).
+    pub fn doorbell(&mut self, stream: BorrowedFd<'_>) -> io::Result<()> {
+        self.add_device(stream, EventFlags::IN | EventFlags::RDHUP)
+    }
+
+    fn add_device(&mut self, fd: BorrowedFd<'_>, events: EventFlags) -> io::Result<()> {
         self.device += 1;
-        let flags = EventFlags::RDHUP | EventFlags::ET;
-        epoll::add(&self.epoll, socket, EventData::new_u64(self.device), flags)?;
-        Ok(())
+        let key = EventData::new_u64(self.device);
+        Ok(epoll::add(&self.epoll, fd, key, events | EventFlags::ET)?)
     }
 
     /// The eventfd of [`wake`](Self::wake).
@@ -84,7 +96,7 @@ impl Watch {
         let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
     }
 
-    /// Clears pending notifications. Returns true if the device has hung up.
+    /// Clears pending notifications. Returns true if the device has hung up, or its doorbell has an event.
     ///
     /// # Errors
     /// Errors of epoll_wait(2).
@@ -92,8 +104,7 @@ impl Watch {
         self.take(Some(&NOW))
     }
 
-    /// Sleeps until a notification or until `deadline`, and clears it. Returns true if the device
-    /// has hung up.
+    /// Sleeps until a notification or until `deadline`, and clears it. Returns true as [`clear`](Self::clear).
     ///
     /// # Errors
     /// Errors of epoll_wait(2).
@@ -102,8 +113,8 @@ impl Watch {
         self.take(left.as_ref())
     }
 
-    /// Whether the events of a wait on the descriptor show that the device has hung up.
-    pub fn is_hang_up(&self, events: &Events) -> bool {
+    /// Whether the events of a wait on the descriptor show that the device has hung up, or that its doorbell has an event.
+    pub fn has_device_event(&self, events: &Events) -> bool {
         events.contains(self.device)
     }
 
@@ -112,7 +123,7 @@ impl Watch {
             flags: EventFlags::empty(),
             data: EventData::new_u64(NOTIFICATION),
         };
-        let mut gone = false;
+        let mut device = false;
         let mut timeout = timeout;
         // At most one pass over all descriptors; what is raised again meanwhile is a new
         // notification.
@@ -123,7 +134,7 @@ impl Watch {
                 Err(Errno::INTR) => 0,
                 Err(error) => return Err(error.into()),
             };
-            gone |= events.iter().take(count).any(|event| {
+            device |= events.iter().take(count).any(|event| {
                 // Copied out of the packed structure before use.
                 let data = event.data;
                 data.u64() == self.device
@@ -133,7 +144,7 @@ impl Watch {
             }
             timeout = Some(&NOW);
         }
-        Ok(gone)
+        Ok(device)
     }
 }
 

@@ -231,7 +231,7 @@ impl Backend for Driver {
     }
 
     fn handle_events(&mut self, events: &Events) {
-        if self.watch.is_hang_up(events) {
+        if self.watch.has_device_event(events) && self.doorbell.has_hung_up() {
             self.device_gone();
         }
     }

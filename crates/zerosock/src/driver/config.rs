@@ -7,6 +7,7 @@ use std::time::Duration;
 use zerosock_proto::vsock::QueuePairs;
 
 use zerosock_proto::Port;
+use zerosock_vhost_user::frontend::PlanError;
 
 /// How a driver attaches and how much memory it shares with the device.
 ///
@@ -131,6 +132,11 @@ pub enum ConfigError {
     /// See [`DriverConfig::connect_timeout`].
     #[error("connect_timeout 0: must be longer")]
     NoConnectTime,
+    /// A ring or a buffer is too long for the memory of a guest endpoint: see [`DriverConfig::memory_len`].
+    #[error(
+        "queue_size, rx_buffer_size or tx_buffer_size is too large for an endpoint in a guest: {0}"
+    )]
+    Memory(PlanError),
 }
 
 #[cfg(test)]

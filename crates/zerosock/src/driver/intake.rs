@@ -8,12 +8,12 @@
 
 use zerosock_proto::vsock::{Disposition, Event, FlowId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
-use zerosock_proto::{Address, Cid, Instant};
+use zerosock_proto::{Address, Instant};
 
 use super::Driver;
 use super::arena::{EVENT_SLOTS, PAYLOAD};
 use super::errors::DriverError;
-use super::link::guest_cid;
+use super::link::Link;
 use super::queue_pairs::{QueuePairId, RxSlot};
 use crate::header::{self, HeaderFault};
 use crate::table::sockets::{Arrival, HeldBuffer, MessageEnd, Shown, Store, StreamId, StreamState};
@@ -328,13 +328,9 @@ impl Driver {
             queue_pair.coalesced.clear();
         }
         self.take_core_events(now);
-        let cid = self
-            .link
-            .as_mut()
-            .and_then(|link| guest_cid(&mut link.frontend).ok());
+        let cid = self.link.as_mut().and_then(Link::current_cid);
         // The CID of a service does not change.
-        let cid = cid.filter(|_| self.config.host_ports.is_none());
-        let Some(cid) = cid.and_then(|cid| Cid::try_from(cid).ok()?.for_guest().ok()) else {
+        let Some(cid) = cid.filter(|_| self.config.host_ports.is_none()) else {
             return;
         };
         self.cid = cid;

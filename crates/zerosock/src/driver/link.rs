@@ -1,6 +1,7 @@
-//! The connection of a driver to its device: what is negotiated over the control socket.
+//! The connection of a driver to its device: what is negotiated over the control socket, or was given with the memory.
 
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
@@ -13,9 +14,11 @@ use zerosock_proto::vsock::{QueuePairs, Shard};
 
 use super::arena::{Arena, ArenaError};
 use super::config::DriverConfig;
+use super::doorbell::Doorbell;
+use super::guest_device::GuestDevice;
 use crate::fault::Fault;
 use zerosock_proto::vsock::features::{F_PAIRS, F_SEQPACKET, F_STREAM};
-use zerosock_vhost_user::frontend::{Frontend, FrontendError, QueueEventFds, SharedMemoryError};
+use zerosock_vhost_user::frontend::{Frontend, FrontendError, SharedMemoryError};
 use zerosock_virtio::deadline::deadline_in;
 
 /// VIRTIO_F_VERSION_1 (virtio 1.2, 6 "Reserved Feature Bits").
@@ -32,6 +35,10 @@ const QUEUE_PAIRS: u32 = 10;
 
 /// The CID of the host, which a service's device reports.
 const HOST: u64 = 2;
+
+/// A request for a device without a vhost-user connection.
+pub(super) const NO_FRONTEND: DriverAttachError =
+    DriverAttachError::Missing("a vhost-user connection");
 
 /// The event queue's index (virtio 1.2, 5.10.2 "Virtqueues").
 pub(crate) const EVENT: usize = EVENT_QUEUE as usize;
@@ -58,6 +65,14 @@ pub enum DriverAttachError {
     /// The device lacks a feature that the driver requires.
     #[error("the vhost-user device does not offer {0}")]
     Missing(&'static str),
+    /// The device runs with other features than the driver has accepted.
+    #[error("the device has started with the features {started:#x} instead of {asked:#x}")]
+    Started {
+        /// The features that the driver has accepted.
+        asked: u64,
+        /// Those that the device has in use.
+        started: u64,
+    },
     /// The device reported a CID that no guest may have.
     #[error("the vhost-user device configures no valid CID: {0}")]
     Cid(#[from] AddressError),
@@ -70,6 +85,7 @@ impl DriverAttachError {
             DriverAttachError::Config(_)
             | DriverAttachError::Frontend(FrontendError::TooManyRegions(_)) => Fault::Caller,
             DriverAttachError::Missing(_)
+            | DriverAttachError::Started { .. }
             | DriverAttachError::Cid(_)
             | DriverAttachError::Frontend(
                 FrontendError::Closed
@@ -92,7 +108,7 @@ impl DriverAttachError {
         match self {
             DriverAttachError::Config(_) => ErrorKind::InvalidInput,
             DriverAttachError::Missing(_) => ErrorKind::Unsupported,
-            DriverAttachError::Cid(_) => ErrorKind::InvalidData,
+            DriverAttachError::Cid(_) | DriverAttachError::Started { .. } => ErrorKind::InvalidData,
             DriverAttachError::Arena(ArenaError::Shared(SharedMemoryError::Memfd(error)))
             | DriverAttachError::Eventfd(error) => error.kind(),
             DriverAttachError::Arena(_) | DriverAttachError::Queue(_) => ErrorKind::Other,
@@ -109,7 +125,7 @@ impl DriverAttachError {
 }
 
 /// Reads the CID that the device configures for its driver.
-pub(crate) fn guest_cid(frontend: &mut Frontend) -> Result<u64, FrontendError> {
+fn guest_cid(frontend: &mut Frontend) -> Result<u64, FrontendError> {
     let mut cid = [0; 8];
     frontend.read_config(GUEST_CID, &mut cid)?;
     Ok(u64::from_le_bytes(cid))
@@ -127,10 +143,34 @@ fn set_queue_pairs(frontend: &mut Frontend, pairs: QueuePairs) -> Result<(), Fro
     frontend.write_config(QUEUE_PAIRS, &pairs.get().to_le_bytes())
 }
 
+/// Who controls the device.
+#[derive(Debug)]
+pub(crate) enum LinkControl {
+    /// This driver, over the vhost-user connection.
+    VhostUser(Frontend),
+    /// Who gave the memory: the agent of the guest, or code of this process.
+    Guest,
+}
+
+/// The features that a driver of this configuration can use.
+fn wanted_features(config: &DriverConfig) -> u64 {
+    let mut wanted = F_VERSION_1 | F_STREAM | F_SEQPACKET;
+    if config.datagrams {
+        wanted |= F_DGRAM | F_DGRAM_FLOW;
+    }
+    if config.event_idx {
+        wanted |= F_EVENT_IDX;
+    }
+    if config.queue_pairs > 1 {
+        wanted |= F_PAIRS;
+    }
+    wanted
+}
+
 /// An attached device.
 #[derive(Debug)]
 pub(crate) struct Link {
-    pub(crate) frontend: Frontend,
+    pub(crate) control: LinkControl,
     /// Whether VIRTIO_RING_F_EVENT_IDX was negotiated.
     pub(crate) event_idx: bool,
     /// Whether SOCK_SEQPACKET was negotiated.
@@ -170,20 +210,10 @@ impl Link {
         config: &DriverConfig,
     ) -> Result<Link, DriverAttachError> {
         frontend.set_deadline(deadline);
-        let mut wanted = F_VERSION_1 | F_STREAM | F_SEQPACKET;
-        if config.datagrams {
-            wanted |= F_DGRAM | F_DGRAM_FLOW;
-        }
-        if config.event_idx {
-            wanted |= F_EVENT_IDX;
-        }
-        if config.queue_pairs > 1 {
-            wanted |= F_PAIRS;
-        }
         let protocol = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIG;
-        let (features, protocol) = frontend.negotiate(wanted, protocol)?;
+        let (features, protocol) = frontend.negotiate(wanted_features(config), protocol)?;
         if features & F_VERSION_1 == 0 {
             return Err(DriverAttachError::Missing("VIRTIO_F_VERSION_1"));
         }
@@ -201,29 +231,79 @@ impl Link {
             pairs = QueuePairs::new(most).unwrap_or(QueuePairs::ONE);
             set_queue_pairs(&mut frontend, pairs)?;
         }
-        Ok(Link {
-            frontend,
+        Ok(Link::new(
+            LinkControl::VhostUser(frontend),
+            features,
+            pairs,
+            cid,
+        ))
+    }
+
+    /// For a driver on the memory of `device`. Returns the features to accept too.
+    pub(crate) fn of_guest(
+        device: &GuestDevice,
+        config: &DriverConfig,
+    ) -> Result<(Link, u64), DriverAttachError> {
+        let features = device.features & wanted_features(config) & !F_PAIRS;
+        if features & F_VERSION_1 == 0 {
+            return Err(DriverAttachError::Missing("VIRTIO_F_VERSION_1"));
+        }
+        let cid = device.cid.for_guest()?;
+        let link = Link::new(LinkControl::Guest, features, QueuePairs::ONE, cid);
+        Ok((link, features))
+    }
+
+    fn new(control: LinkControl, features: u64, pairs: QueuePairs, cid: Cid) -> Link {
+        Link {
+            control,
             pairs,
             event_idx: features & F_EVENT_IDX != 0,
             seqpacket: features & F_SEQPACKET != 0,
             datagrams: features & F_DGRAM != 0,
             datagram_flow: features & F_DGRAM_FLOW != 0,
             cid,
-        })
+        }
+    }
+
+    /// The vhost-user connection, if it has one.
+    pub(crate) fn frontend(&mut self) -> Option<&mut Frontend> {
+        match &mut self.control {
+            LinkControl::VhostUser(frontend) => Some(frontend),
+            LinkControl::Guest => None,
+        }
+    }
+
+    /// The descriptor of that connection.
+    pub(super) fn connection(&self) -> Option<BorrowedFd<'_>> {
+        match &self.control {
+            LinkControl::VhostUser(frontend) => Some(frontend.as_fd()),
+            LinkControl::Guest => None,
+        }
     }
 
     /// Passes the memory table and starts the queues, each at its index in `bases`.
-    pub(crate) fn start(
+    pub(super) fn start(
         &mut self,
         arena: &Arena,
-        event_fds: &QueueEventFds,
+        doorbell: &Doorbell,
         bases: &[u16],
     ) -> Result<(), DriverAttachError> {
-        let (shared, rings) = (&arena.shared, &arena.rings);
-        self.frontend
-            .start_queues(shared, rings, event_fds, bases)?;
-        self.frontend.set_deadline(None);
+        let (Doorbell::Eventfds(event_fds), Some(frontend)) = (doorbell, self.frontend()) else {
+            return Err(NO_FRONTEND);
+        };
+        frontend.start_queues(&arena.shared, &arena.rings, event_fds, bases)?;
+        frontend.set_deadline(None);
         Ok(())
+    }
+
+    /// The CID that the device has now; `None` if it does not answer.
+    pub(crate) fn current_cid(&mut self) -> Option<Cid> {
+        let Some(frontend) = self.frontend() else {
+            // It is that of the endpoint as long as the device exists.
+            return Some(self.cid);
+        };
+        let cid = guest_cid(frontend).ok()?;
+        Cid::try_from(cid).ok()?.for_guest().ok()
     }
 
     /// Passes the negotiated features to a shard.

@@ -26,7 +26,10 @@ mod arming_tests;
 mod backend;
 mod config;
 mod datagrams;
+mod doorbell;
 mod errors;
+mod guest;
+pub(crate) mod guest_device;
 mod half;
 #[cfg(test)]
 mod hostile_tests;
@@ -59,6 +62,7 @@ pub use crate::table::transfers::{Publish, RecvFault, SendFault};
 pub use arena::ArenaError;
 pub use config::{ConfigError, DriverConfig};
 pub use errors::DriverError;
+pub use guest_device::{GuestDevice, Start};
 pub use link::DriverAttachError;
 pub use queues::QueueSetupError;
 pub use stats::DriverStats;
@@ -74,11 +78,11 @@ use crate::table::send_calls::SendCalls;
 use crate::table::sockets::Sockets;
 use crate::table::tally::Tally;
 use datagrams::Datagrams;
+use doorbell::Doorbell;
 use link::{EVENT, Link};
 use queue_pairs::{QueuePair, QueuePairId, RxSlot};
 use queues::EventQueue;
 use store::Buffers;
-use zerosock_vhost_user::frontend::QueueEventFds;
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::watch::Watch;
 
@@ -96,7 +100,7 @@ const IDLE_TURNS: u32 = 256;
 #[derive(Debug)]
 pub struct Driver {
     config: DriverConfig,
-    event_fds: QueueEventFds,
+    doorbell: Doorbell,
     watch: Watch,
     /// `None` between the device's hang-up and the next reconnect.
     link: Option<Link>,
@@ -145,14 +149,14 @@ impl Driver {
     /// Sets the time limit of later vhost-user requests.
     pub(crate) fn set_control_timeout(&mut self, timeout: time::Duration) {
         self.config.control_timeout = timeout;
-        if let Some(link) = &mut self.link {
-            link.frontend.set_timeout(timeout);
+        if let Some(frontend) = self.frontend() {
+            frontend.set_timeout(timeout);
         }
     }
 
-    /// The control socket, for requests that the driver does not send by itself.
+    /// The control socket, for requests that the driver does not send by itself; none on memory that it was given.
     pub fn frontend(&mut self) -> Option<&mut Frontend> {
-        self.link.as_mut().map(|link| &mut link.frontend)
+        self.link.as_mut().and_then(Link::frontend)
     }
 
     /// The number of queue pairs in use.
@@ -279,7 +283,7 @@ impl Driver {
         self.idle_turns = self.idle_turns.saturating_add(1);
         if self.idle_turns >= IDLE_TURNS && !self.armed {
             self.idle_turns = 0;
-            if self.watch.clear()? {
+            if self.watch.clear()? && self.doorbell.has_hung_up() {
                 self.device_gone();
             }
         }
@@ -337,8 +341,7 @@ impl Driver {
             }
         }
         if self.event_queue.publish() {
-            self.event_fds.kick(EVENT);
-            self.tally.notifications += 1;
+            self.kick(EVENT);
         }
     }
 
@@ -349,13 +352,17 @@ impl Driver {
         let queue_pair = &mut self.store.queue_pairs[id];
         let (kick_tx, kick_rx) = (queue_pair.tx.publish(), queue_pair.rx.publish());
         if kick_tx {
-            self.event_fds.kick(id.tx());
-            self.tally.notifications += 1;
+            self.kick(id.tx());
         }
-        if kick_rx {
-            self.event_fds.kick(id.rx());
-            self.tally.notifications += 1;
+        if kick_rx && !(kick_tx && self.doorbell.is_shared()) {
+            self.kick(id.rx());
         }
+    }
+
+    /// Notifies the device, which has asked for it.
+    fn kick(&mut self, queue: usize) {
+        self.doorbell.kick(queue);
+        self.tally.notifications += 1;
     }
 
     /// Requests notifications. Returns true if work arrived meanwhile, for which no notification
@@ -544,9 +551,9 @@ impl Drop for Driver {
                 continue;
             }
             match self.watch.sleep(Some(give_up)) {
-                Ok(false) => {}
-                // The device has hung up, or waiting failed.
-                Ok(true) | Err(_) => return,
+                Ok(event) if event && self.doorbell.has_hung_up() => return,
+                Ok(_) => {}
+                Err(_) => return,
             }
         }
     }

@@ -1,6 +1,5 @@
 //! Attaching a driver to its device: memory, queues, and the requests that start and stop them.
 
-use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time;
@@ -9,9 +8,10 @@ use zerosock_proto::Cid;
 use zerosock_proto::vsock::{PortTable, Shard, ShardConfig};
 use zerosock_ring::DriverLayout;
 
-use super::arena::Arena;
+use super::arena::{Arena, PairSlots};
 use super::datagrams::Datagrams;
-use super::link::{DriverAttachError, EVENT, Link};
+use super::doorbell::Doorbell;
+use super::link::{DriverAttachError, EVENT, Link, NO_FRONTEND};
 use super::queue_pairs::{QueuePair, QueuePairId, QueuePairSet};
 use super::queues::{EventQueue, RxQueue, TxQueue};
 use super::store::Buffers;
@@ -22,7 +22,6 @@ use crate::table::loans::Loans;
 use crate::table::sockets::Sockets;
 use crate::table::tally::Tally;
 use zerosock_vhost_user::frontend::{Plan, QueueEventFds};
-use zerosock_virtio::watch::Watch;
 
 impl Driver {
     /// Creates the memory, connects to the device at `config.socket`, negotiates and starts the
@@ -47,26 +46,25 @@ impl Driver {
     ) -> Result<Driver, DriverAttachError> {
         config.check()?;
         let link = connect(&config)?;
-        Driver::with_link(config, link, Plan::default(), |link, arena, event_fds| {
-            let bases = vec![0; arena.rings.len()];
-            link.start(arena, event_fds, &bases)
-        })
+        let arena = Arena::new(&config, link.pairs, Plan::default())?;
+        let event_fds = QueueEventFds::new(link.pairs.queues());
+        let doorbell = Doorbell::Eventfds(event_fds.map_err(DriverAttachError::Eventfd)?);
+        let mut driver = Driver::over(config, link, arena, doorbell)?;
+        let bases = vec![0; driver.store.arena.rings.len()];
+        driver.start(&bases)?;
+        driver.kick_posted();
+        Ok(driver)
     }
 
-    /// Creates the memory, as `plan` divides it, and the queues for a connected device, and calls `start` to pass them on.
-    pub(super) fn with_link(
+    /// Creates the queues for a connected device, which has not started yet.
+    pub(super) fn over(
         config: DriverConfig,
-        mut link: Link,
-        plan: Plan,
-        start: impl FnOnce(&mut Link, &Arena, &QueueEventFds) -> Result<(), DriverAttachError>,
+        link: Link,
+        (arena, slots): (Arena, Vec<PairSlots>),
+        doorbell: Doorbell,
     ) -> Result<Driver, DriverAttachError> {
-        let (arena, slots) = Arena::new(&config, link.pairs, plan)?;
-        let event_fds =
-            QueueEventFds::new(link.pairs.queues()).map_err(DriverAttachError::Eventfd)?;
-        let mut watch = Watch::new(event_fds.calls()).map_err(DriverAttachError::Eventfd)?;
-        watch
-            .device(link.frontend.as_fd())
-            .map_err(DriverAttachError::Eventfd)?;
+        let watch = doorbell.watch(link.connection());
+        let watch = watch.map_err(DriverAttachError::Eventfd)?;
         let mut event_queue = EventQueue::new(&arena, arena.rings[EVENT], link.event_idx)?;
         let cid = link.cid;
         let ports = Arc::new(match &config.host_ports {
@@ -92,24 +90,19 @@ impl Driver {
             queue_pairs.push(QueuePair::new(rx, tx, slots, shard));
         }
         let _ = event_queue.publish();
-        start(&mut link, &arena, &event_fds)?;
         let mut queue_pairs = queue_pairs.into_iter();
         // There is always at least one pair.
         let first = queue_pairs
             .next()
             .ok_or(DriverAttachError::Missing("a queue pair"))?;
         let queue_pairs = QueuePairSet::new(first, queue_pairs.collect());
-        queue_pairs
-            .ids()
-            .for_each(|queue_pair| event_fds.kick(queue_pair.rx()));
-        event_fds.kick(EVENT);
         Ok(Driver {
             store: Buffers::new(arena, queue_pairs),
             sockets,
             loans: Loans::default(),
             tally: Tally::default(),
             datagrams,
-            event_fds,
+            doorbell,
             watch,
             link: Some(link),
             event_queue,
@@ -124,11 +117,31 @@ impl Driver {
         })
     }
 
+    /// Passes the queues to the device, each to start at its index in `bases`.
+    fn start(&mut self, bases: &[u16]) -> Result<(), DriverAttachError> {
+        let link = self.link.as_mut().ok_or(FrontendError::Closed)?;
+        link.start(&self.store.arena, &self.doorbell, bases)
+    }
+
+    /// Notifies a device that has just started of the buffers that are posted.
+    pub(super) fn kick_posted(&self) {
+        if self.doorbell.is_shared() {
+            return self.doorbell.kick_all();
+        }
+        for queue_pair in self.store.queue_pairs.ids() {
+            self.doorbell.kick(queue_pair.rx());
+        }
+        self.doorbell.kick(EVENT);
+    }
+
     /// Attaches to a restarted device with the existing memory, queues and listeners, as a VMM does
     /// without the guest's help. Each queue continues at its used index, so that the new device
     /// processes again what the old one had taken and not returned. Connections have ended with the
     /// old device.
     pub fn reconnect(&mut self) -> Result<(), DriverAttachError> {
+        if self.doorbell.is_shared() {
+            return Err(NO_FRONTEND);
+        }
         if self.link.is_some() {
             self.device_gone();
         }
@@ -136,12 +149,13 @@ impl Driver {
         if usize::from(link.pairs.queues()) != self.store.arena.rings.len() {
             return Err(DriverAttachError::Missing("as many queue pairs as before"));
         }
-        self.watch
-            .device(link.frontend.as_fd())
-            .map_err(DriverAttachError::Eventfd)?;
+        if let Some(connection) = link.connection() {
+            let watched = self.watch.device(connection);
+            watched.map_err(DriverAttachError::Eventfd)?;
+        }
         let bases = self.used_indices();
-        link.start(&self.store.arena, &self.event_fds, &bases)?;
-        self.event_fds.kick_all();
+        link.start(&self.store.arena, &self.doorbell, &bases)?;
+        self.doorbell.kick_all();
         for queue_pair in self.store.queue_pairs.iter_mut() {
             link.apply_features(&mut queue_pair.shard);
         }
@@ -153,20 +167,16 @@ impl Driver {
 
     /// Passes the memory table again and starts the queues at `bases`, one index each.
     pub fn resume(&mut self, bases: &[u16]) -> Result<(), DriverAttachError> {
-        let link = self.link.as_mut().ok_or(FrontendError::Closed)?;
-        link.start(&self.store.arena, &self.event_fds, bases)?;
-        self.event_fds.kick_all();
+        self.start(bases)?;
+        self.doorbell.kick_all();
         Ok(())
     }
 
     /// Sends the memory table again while the queues run, as a VMM does for memory hot-plug.
     pub fn send_memory_table(&mut self) -> Result<(), FrontendError> {
+        let frontend = self.link.as_mut().and_then(Link::frontend);
         let table = self.store.arena.shared.table();
-        self.link
-            .as_mut()
-            .ok_or(FrontendError::Closed)?
-            .frontend
-            .set_mem_table(&table)
+        frontend.ok_or(FrontendError::Closed)?.set_mem_table(&table)
     }
 
     /// The used index of each queue in shared memory: receive, transmit, event, then those of

@@ -10,9 +10,11 @@ use zerosock_proto::vsock::pairs::{rx_queue, tx_queue};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::{Chain, DeviceQueue, Extent, Memory, QueueConfig, RegionConfig};
-use zerosock_vhost_user::frontend::{Plan, SharedMemory};
+use zerosock_vhost_user::frontend::{Plan, QueueEventFds, SharedMemory};
 
-use super::link::Link;
+use super::arena::Arena;
+use super::doorbell::Doorbell;
+use super::link::{Link, LinkControl};
 use super::{Driver, DriverConfig, Frontend, StreamId, StreamState};
 use crate::table::backend::Backend;
 
@@ -46,12 +48,18 @@ pub(super) fn pairs(
     pairs: QueuePairs,
     tune: impl FnOnce(&mut DriverConfig),
 ) -> (Driver, TestDevice) {
-    build(pairs, Plan::default(), map_again, tune)
+    build(pairs, Plan::default(), map_again, by_eventfds, tune)
 }
 
-/// As `pair`, for a driver in a guest: the device sees each huge page at another place.
+/// As `pair`, for a driver in a guest: the device sees each huge page at another place, and its socket is the doorbell.
 pub(super) fn guest_pair(tune: impl FnOnce(&mut DriverConfig)) -> (Driver, TestDevice) {
-    build(QueuePairs::ONE, Plan::of_huge_pages(), map_scattered, tune)
+    build(
+        QueuePairs::ONE,
+        Plan::of_huge_pages(),
+        map_scattered,
+        by_stream,
+        tune,
+    )
 }
 
 /// A separate mapping, as another process has it.
@@ -82,20 +90,34 @@ pub(super) fn map_scattered(shared: &SharedMemory) -> Arc<Memory> {
     Arc::new(Memory::of_extents(&vm, &extents).unwrap())
 }
 
+fn by_eventfds(socket: UnixStream, pairs: QueuePairs) -> (LinkControl, Doorbell) {
+    let frontend = Frontend::from_stream(socket, Duration::from_millis(10)).unwrap();
+    let event_fds = QueueEventFds::new(pairs.queues()).unwrap();
+    (
+        LinkControl::VhostUser(frontend),
+        Doorbell::Eventfds(event_fds),
+    )
+}
+
+fn by_stream(socket: UnixStream, _: QueuePairs) -> (LinkControl, Doorbell) {
+    (LinkControl::Guest, Doorbell::Stream(socket.into()))
+}
+
 fn build(
     pairs: QueuePairs,
     plan: Plan,
     map: impl FnOnce(&SharedMemory) -> Arc<Memory>,
+    connect: impl FnOnce(UnixStream, QueuePairs) -> (LinkControl, Doorbell),
     tune: impl FnOnce(&mut DriverConfig),
 ) -> (Driver, TestDevice) {
     let mut config = DriverConfig::new("/nowhere");
     config.control_timeout = Duration::from_millis(10);
     tune(&mut config);
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let frontend = Frontend::from_stream(ours, config.control_timeout).unwrap();
+    let (control, doorbell) = connect(ours, pairs);
     let link = Link {
         seqpacket: true,
-        frontend,
+        control,
         pairs,
         event_idx: true,
         datagrams: true,
@@ -103,7 +125,8 @@ fn build(
         cid: CID,
     };
     let size = config.queue_size;
-    let driver = Driver::with_link(config, link, plan, |_, _, _| Ok(())).unwrap();
+    let arena = Arena::new(&config, pairs, plan).unwrap();
+    let driver = Driver::over(config, link, arena, doorbell).unwrap();
     let arena = &driver.store.arena;
     let memory = map(&arena.shared);
     let queue = |at: usize| {

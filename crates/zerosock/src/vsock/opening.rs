@@ -13,7 +13,7 @@ use super::endpoint::Endpoint;
 use super::hub::Core;
 use super::waiting::Wait;
 use crate::control::attach::client::TIMEOUT;
-use crate::control::attach::{self, AttachRequest, Attached, Client};
+use crate::control::attach::{self, AttachRequest, AttachedDevice, Client, Start};
 use crate::driver::{self, Driver, DriverConfig};
 use crate::fault::Fault;
 
@@ -323,7 +323,8 @@ impl EndpointBuilder {
 
     /// Trusts the device's process, and through it the peers, not to write leased memory and not to
     /// read lent memory; zerosock's own device does neither. Leases and loans then give plain
-    /// slices. The token comes from the `unsafe` [`Trust::declare`], which states the promise.
+    /// slices. The token comes from the `unsafe` [`Trust::declare`], which states the promise, also for an endpoint
+    /// in a guest.
     pub fn trust_host(mut self, trust: Trust) -> EndpointBuilder {
         self.trust = Some(trust);
         self
@@ -351,8 +352,9 @@ impl EndpointBuilder {
     }
 
     /// Attaches at the attach socket of `zerosock serve`, or of a `Host`, which assigns a CID and a
-    /// device. Both, and the name, are free again when the endpoint and its sockets are dropped or
-    /// the process dies.
+    /// device; in a guest, at that of the agent, which gives memory for one in whole huge pages of 2 MiB:
+    /// [`huge_pages`](Self::huge_pages) and [`queue_pairs`](Self::queue_pairs) have no effect there. CID, device and
+    /// name are free again when the endpoint and its sockets are dropped or the process dies.
     ///
     /// Waits for the host to answer, at most [`attach_timeout`](Self::attach_timeout). A `Host` answers only while
     /// it is driven: attach in another thread than the one that is to drive it.
@@ -365,10 +367,21 @@ impl EndpointBuilder {
         }
         let begin = Instant::now();
         let (path, limit) = (path.as_ref(), self.attach_timeout);
-        let Attached {
-            socket, control, ..
-        } = Client::connect_within(path, &self.request, limit)?;
-        let driver = Driver::attach_over(socket, self.device_config(begin))?;
+        let memory_len = self.config.memory_len();
+        let memory_len = memory_len.map_err(driver::DriverAttachError::Config)?;
+        let (device, mut control) =
+            Client::connect_for_memory(path, &self.request, memory_len, limit)?;
+        let config = self.device_config(begin);
+        let driver = match device {
+            AttachedDevice::VhostUser(socket) => Driver::attach_over(socket, config)?,
+            AttachedDevice::Memory(device) => {
+                let left = config.control_timeout;
+                let start = |start: &Start| -> Result<u64, OpenError> {
+                    Ok(control.start_within(start, left)?)
+                };
+                Driver::attach_guest(device, config, start)?
+            }
+        };
         self.open(driver, Some(control))
     }
 

@@ -9,7 +9,7 @@ use rustix::net::{RecvFlags, accept};
 
 use super::*;
 use zerosock::attach::codec::{Answer, SHORT_ANSWER_LEN, VERSION, encode_answer};
-use zerosock::attach::{Status, Version};
+use zerosock::attach::{AttachedDevice, Status, Version};
 use zerosock::vsock::{Endpoint, Fault, OpenError};
 use zerosock_sys::fd_passing;
 
@@ -80,6 +80,120 @@ fn a_server_that_breaks_the_protocol_is_to_blame() {
     let error = ask(&[], &[]).unwrap_err();
     assert!(matches!(error, AttachError::Closed), "{error}");
     assert_eq!(error.fault(), Fault::Peer);
+}
+
+/// As `ask`, for a program that takes memory of 4 MiB. The server has each of these answers for one connection.
+fn ask_for_memory(answers: &[(Vec<u8>, &[OwnedFd])]) -> Result<AttachedDevice, AttachError> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("attach.sock");
+    let listener = attach::listen(&path).unwrap();
+    rustix::io::ioctl_fionbio(&listener, false).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for (bytes, fds) in answers {
+                let client = accept(&listener).unwrap();
+                let mut request = [0; 4096];
+                rustix::net::recv(&client, &mut request, RecvFlags::empty()).unwrap();
+                let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+                fd_passing::send(&client, &[IoSlice::new(bytes)], &fds).unwrap();
+            }
+        });
+        let attached = Client::connect_for_memory(&path, &numbered(9), WANTED, common::PATIENCE);
+        attached.map(|(device, _)| device)
+    })
+}
+
+const WANTED: u64 = 4 << 20;
+
+fn memory_answer(change: impl FnOnce(&mut Answer)) -> Vec<u8> {
+    answer(|answer| {
+        answer.memory = WANTED;
+        answer.features = 1 << 32;
+        change(answer);
+    })
+}
+
+fn memory(len: u64, seal: bool) -> OwnedFd {
+    zerosock_sys::memfd::create("memory", len, seal).unwrap()
+}
+
+#[test]
+fn memory_and_doorbell_are_taken() {
+    let fds = [memory(WANTED, true), stream()];
+    let device = ask_for_memory(&[(memory_answer(|_| {}), &fds)]).unwrap();
+    let AttachedDevice::Memory(device) = device else {
+        panic!("{device:?}");
+    };
+    assert_eq!((device.features, device.cid), (1 << 32, Cid::new(9)));
+    // More than was requested.
+    let longer = memory_answer(|answer| answer.memory = 2 * WANTED);
+    let fds = [memory(2 * WANTED, true), stream()];
+    ask_for_memory(&[(longer, &fds)]).unwrap();
+    // A host has a vhost-user connection.
+    let device = ask_for_memory(&[(answer(|_| {}), &[stream()])]).unwrap();
+    assert!(matches!(device, AttachedDevice::VhostUser(_)));
+}
+
+#[test]
+fn a_server_without_memory_is_asked_again_in_the_way_of_its_version() {
+    for minor in [0, 1] {
+        let refused = answer(|answer| {
+            answer.status = Status::BadRequest;
+            answer.version.minor = minor;
+        });
+        let granted = answer(|answer| answer.version.minor = minor);
+        let answers = [(refused.clone(), [].as_slice()), (granted, &[stream()])];
+        let device = ask_for_memory(&answers).unwrap();
+        assert!(matches!(device, AttachedDevice::VhostUser(_)));
+        // Once.
+        let error = ask_for_memory(&[(refused.clone(), &[]), (refused, &[])]).unwrap_err();
+        assert!(matches!(error, AttachError::BadRequest), "{error}");
+    }
+    let refused = answer(|answer| answer.status = Status::BadRequest);
+    let error = ask_for_memory(&[(refused, &[])]).unwrap_err();
+    assert!(matches!(error, AttachError::BadRequest), "{error}");
+}
+
+#[test]
+fn bad_memory_is_refused_by_name() {
+    let refused = |what: &str, bytes: Vec<u8>, fds: &[OwnedFd]| {
+        let error = ask_for_memory(&[(bytes, fds)]).unwrap_err();
+        assert!(matches!(error, AttachError::Protocol(_)), "{error}");
+        assert_eq!(error.fault(), Fault::Peer);
+        assert!(error.to_string().contains(what), "{error}");
+    };
+    let good = || memory_answer(|_| {});
+    let all = "exactly a memory and a doorbell";
+    refused(all, good(), &[]);
+    refused(all, good(), &[memory(WANTED, true)]);
+    refused(all, good(), &[memory(WANTED, true), stream(), stream()]);
+    refused("can shrink", good(), &[memory(WANTED, false), stream()]);
+    refused("not a file in memory", good(), &[stream(), stream()]);
+    let disk = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    disk.set_len(WANTED).unwrap();
+    refused("not a file in memory", good(), &[disk.into(), stream()]);
+    let shorter = [memory(WANTED / 2, true), stream()];
+    refused("another length", good(), &shorter);
+    let honest = memory_answer(|answer| answer.memory = WANTED / 2);
+    refused("shorter", honest, &shorter);
+    let no_doorbell = [memory(WANTED, true), memory(WANTED, true)];
+    refused("not a stream socket", good(), &no_doorbell);
+    let fds = [memory(WANTED, true), stream()];
+    let other = memory_answer(|answer| answer.cid = Cid::new(10));
+    refused("CID", other, &fds);
+    // A socket and no memory, and memory for a program that does not take it.
+    refused("exactly one", answer(|_| {}), &fds);
+    protocol_error(ask(&good(), &fds));
+}
+
+#[test]
+fn a_server_of_memory_is_named_to_programs_that_do_not_take_it() {
+    let only = encode_answer(&Answer::memory_only(VERSION)).to_vec();
+    let error = ask(&only, &[]).unwrap_err();
+    assert!(matches!(error, AttachError::MemoryOnly), "{error}");
+    assert_eq!(error.fault(), Fault::Caller);
+    let kind = std::io::Error::from(OpenError::from(error)).kind();
+    assert_eq!(kind, std::io::ErrorKind::Unsupported);
 }
 
 #[test]

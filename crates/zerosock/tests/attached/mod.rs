@@ -3,11 +3,13 @@
 //! The place of a byte is compared by file and offset of the mapping that a pointer is in: pointers
 //! of two processes to one byte differ, these do not.
 
+mod agent;
 mod copies;
 mod dying;
 mod giving_back;
 mod holding;
 mod hub;
+mod in_guest;
 mod outliving;
 mod pages;
 mod refused;

@@ -12,12 +12,13 @@ use rustix::net::SocketType;
 use rustix::net::sockopt::socket_type;
 use zerosock_proto::addr::AddressError;
 use zerosock_proto::{Cid, Port};
-use zerosock_sys::{PeerFd, fd_passing, socket_path};
+use zerosock_sys::{PeerFd, fd_passing, memfd, socket_path};
 
 use super::codec::{
-    ANSWER_LEN, Answer, AttachRequest, Request, ServiceRequest, Status, VERSION, decode_answer,
-    encode_request,
+    ANSWER_LEN, Answer, AttachRequest, MEMORY_MINOR, Request, ServiceRequest, Start, Status,
+    VERSION, decode_answer, encode_request,
 };
+use crate::driver::guest_device::GuestDevice;
 use crate::fault::Fault;
 use crate::routing::name::Name;
 use zerosock_virtio::deadline::{deadline_in, timespec};
@@ -233,6 +234,16 @@ pub struct Serving {
     pub control: Client,
 }
 
+/// The device of a process that can take memory.
+#[derive(Debug)]
+pub enum AttachedDevice {
+    /// A vhost-user connection, for [`Driver::attach_over`](crate::driver::Driver::attach_over).
+    VhostUser(UnixStream),
+    /// Memory, for [`Driver::attach_guest`](crate::driver::Driver::attach_guest), which starts the queues by
+    /// [`Client::start_within`].
+    Memory(GuestDevice),
+}
+
 /// The control connection of an attached process. The process keeps its CID, name and ports as long
 /// as it is open.
 ///
@@ -283,22 +294,59 @@ impl Client {
         }
         let bytes = encode_request(&Request::Attach(request.clone())).ok_or(AttachError::Ports)?;
         let (client, answer, fds) = Client::open(path, timeout, &bytes)?;
-        match answer.status {
-            Status::Ok => {}
-            Status::CidTaken => return Err(AttachError::CidTaken(request.cid)),
-            Status::NameTaken => return Err(AttachError::NameTaken(request.name.clone())),
-            _ => return Err(refusal(&answer)),
-        }
-        let socket = only_socket(fds)?;
-        if !answer.cid.is_guest() || request.cid.is_some_and(|cid| cid != answer.cid) {
-            return Err(AttachError::Protocol("a CID that was not requested"));
-        }
+        check_place(&answer, request)?;
         Ok(Attached {
             cid: answer.cid,
             host: answer.host,
-            socket,
+            socket: only_socket(fds)?,
             control: client,
         })
+    }
+
+    /// As [`Client::connect_within`], for a process that also takes memory, as the agent in a guest gives it: of
+    /// `memory_len` bytes, whole huge pages of 2 MiB, or more.
+    ///
+    /// # Errors
+    /// See [`AttachError`]; [`AttachError::fault`] names the party at fault.
+    pub fn connect_for_memory(
+        path: &Path,
+        request: &AttachRequest,
+        memory_len: u64,
+        timeout: Duration,
+    ) -> Result<(AttachedDevice, Client), AttachError> {
+        if let Some(cid) = request.cid {
+            cid.for_guest()?;
+        }
+        let begin = Instant::now();
+        let asked = Request::AttachMemory(request.clone(), memory_len);
+        let asked = encode_request(&asked).ok_or(AttachError::Ports)?;
+        let (mut client, mut answer, mut fds) = Client::open(path, timeout, &asked)?;
+        if answer.status == Status::BadRequest && answer.version.minor < MEMORY_MINOR {
+            // A server of 1.0 or 1.1 refuses the flag, and has a vhost-user connection.
+            let asked = encode_request(&Request::Attach(request.clone()));
+            let left = timeout.saturating_sub(begin.elapsed());
+            (client, answer, fds) = Client::open(path, left, &asked.ok_or(AttachError::Ports)?)?;
+            client.timeout = timeout;
+        }
+        check_place(&answer, request)?;
+        let device = match answer.memory {
+            0 => AttachedDevice::VhostUser(only_socket(fds)?),
+            _ => AttachedDevice::Memory(guest_device(&answer, fds, memory_len)?),
+        };
+        Ok((device, client))
+    }
+
+    /// Starts the queues of a process that was given memory, and returns the features in use. Waits for at most `limit`.
+    ///
+    /// # Errors
+    /// See [`AttachError`].
+    pub fn start_within(&mut self, start: &Start, limit: Duration) -> Result<u64, AttachError> {
+        let bytes = encode_request(&Request::Start(*start)).ok_or(AttachError::BadRequest)?;
+        let (answer, _) = self.request_until(&bytes, deadline_in(limit))?;
+        match answer.status {
+            Status::Ok => Ok(answer.features),
+            _ => Err(refusal(&answer)),
+        }
     }
 
     /// Attaches as a service of the host that claims these ports, at the attach socket `path`.
@@ -493,17 +541,67 @@ fn is_disconnected(error: &io::Error) -> bool {
     matches!(error.kind(), BrokenPipe | ConnectionReset)
 }
 
+/// Checks the answer to a request to attach.
+fn check_place(answer: &Answer, request: &AttachRequest) -> Result<(), AttachError> {
+    match answer.status {
+        Status::Ok => {}
+        Status::CidTaken => return Err(AttachError::CidTaken(request.cid)),
+        Status::NameTaken => return Err(AttachError::NameTaken(request.name.clone())),
+        _ => return Err(refusal(answer)),
+    }
+    if !answer.cid.is_guest() || request.cid.is_some_and(|cid| cid != answer.cid) {
+        return Err(AttachError::Protocol("a CID that was not requested"));
+    }
+    Ok(())
+}
+
+/// The memory and the doorbell that come with an answer that gives memory. The driver relies on the length of the file,
+/// which no process can change or, on hugetlbfs, only one that has it.
+fn guest_device(
+    answer: &Answer,
+    fds: Vec<OwnedFd>,
+    wanted: u64,
+) -> Result<GuestDevice, AttachError> {
+    let Ok([memory, doorbell]) = <[OwnedFd; 2]>::try_from(fds) else {
+        return Err(AttachError::Protocol("not exactly a memory and a doorbell"));
+    };
+    // First of all: a call to the file system of another file could wait.
+    if !memfd::is_memory(&memory) {
+        return Err(AttachError::Protocol("the memory is not a file in memory"));
+    }
+    if !memfd::is_shrink_sealed(&memory) && !memfd::has_huge_pages(&memory) {
+        return Err(AttachError::Protocol(
+            "the memory can shrink: it is neither sealed nor on hugetlbfs",
+        ));
+    }
+    if memfd::len(&memory)? != answer.memory || answer.memory < wanted {
+        return Err(AttachError::Protocol(
+            "the memory is shorter than was requested, or has another length than the answer says",
+        ));
+    }
+    Ok(GuestDevice {
+        memory,
+        doorbell: stream_socket(doorbell)?,
+        features: answer.features,
+        cid: answer.cid,
+    })
+}
+
 /// The one descriptor that comes with a successful answer.
 fn only_socket(fds: Vec<OwnedFd>) -> Result<UnixStream, AttachError> {
     let Ok([socket]) = <[OwnedFd; 1]>::try_from(fds) else {
         return Err(AttachError::Protocol("not exactly one descriptor"));
     };
-    if socket_type(&socket) != Ok(SocketType::STREAM) {
-        return Err(AttachError::Protocol(
+    stream_socket(socket).map(UnixStream::from)
+}
+
+fn stream_socket(socket: OwnedFd) -> Result<OwnedFd, AttachError> {
+    match socket_type(&socket) {
+        Ok(SocketType::STREAM) => Ok(socket),
+        _ => Err(AttachError::Protocol(
             "the descriptor is not a stream socket",
-        ));
+        )),
     }
-    Ok(UnixStream::from(socket))
 }
 
 /// The error for a refused request of a service.

@@ -9,16 +9,18 @@
 
 use std::fmt;
 
-use super::start::START_LEN;
+use crate::driver::guest_device::START_LEN;
 use crate::routing::name::Name;
 use zerosock_proto::{Cid, Port};
 
-pub use super::start::Start;
+pub use crate::driver::guest_device::Start;
 
 /// The first bytes of every message.
 pub const MAGIC: [u8; 4] = *b"zsat";
 /// The version implemented here.
 pub const VERSION: Version = Version { major: 1, minor: 2 };
+/// The first minor version that has requests for memory.
+pub const MEMORY_MINOR: u16 = 2;
 /// The largest number of ports in a request.
 pub const MAX_PORTS: usize = 256;
 /// Bytes of a request without ports.
@@ -219,9 +221,9 @@ impl Answer {
     /// The answer of a server that gives only memory to a request of this version that takes none.
     pub fn memory_only(asked: Version) -> Answer {
         // Earlier versions do not have the status, and name both versions for this one.
-        let status = match asked.minor {
-            0 | 1 => Status::VersionMismatch,
-            _ => Status::MemoryOnly,
+        let status = match asked.minor < MEMORY_MINOR {
+            true => Status::VersionMismatch,
+            false => Status::MemoryOnly,
         };
         Answer::refusal(status, asked)
     }

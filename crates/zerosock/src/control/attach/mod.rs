@@ -13,7 +13,7 @@
 //! - When the sockets of a process close, everything that it had becomes free; other endpoints are
 //!   not affected.
 
-// - `codec`: the messages, pure functions; `start`: one of them;
+// - `codec`: the messages, pure functions;
 // - `client`: the side of the process;
 // - `server`: the other side, on the control thread;
 // - `directory`: the attached processes, for other threads.
@@ -24,7 +24,6 @@ pub mod client;
 pub mod codec;
 pub(crate) mod directory;
 pub(crate) mod server;
-pub(crate) mod start;
 
 use std::io;
 use std::ops::RangeInclusive;
@@ -44,7 +43,7 @@ use crate::device::HostAccess;
 pub use crate::routing::name::{Name, NameError};
 pub use client::AttachError;
 #[doc(hidden)]
-pub use client::{Attached, Client, Serving};
+pub use client::{Attached, AttachedDevice, Client, Serving};
 #[doc(hidden)]
 pub use codec::{AttachRequest, ServiceRequest, Start, Status, Version};
 pub use directory::Process;

@@ -23,10 +23,11 @@ use zerosock_proto::Cid;
 use zerosock_ring::{Extent, MAX_REGIONS};
 
 use super::key::{GuestKey, Nonce, StreamTags, TAG_LEN};
+use crate::control::attach::codec as attach;
 use crate::control::attach::{AttachRequest, Version};
-use crate::control::attach::{codec as attach, start::START_LEN};
+use crate::driver::guest_device::START_LEN;
 
-pub use crate::control::attach::start::Start;
+pub use crate::driver::guest_device::Start;
 
 /// The first bytes of every message.
 pub const MAGIC: [u8; 4] = *b"zsge";

@@ -1,5 +1,5 @@
-//! The request that starts the queues of a device whose memory the driver was given. The attach protocol and that of
-//! guest endpoints have it in the same 40 bytes, so that an agent can pass it on.
+//! A device whose memory the driver is given, and the request that starts its queues. The attach protocol and that of
+//! guest endpoints have the request in the same 40 bytes, so that an agent can pass it on:
 //!
 //! | at | bytes | |
 //! |---|---|---|
@@ -7,6 +7,23 @@
 //! | 8 | 2 | descriptors of each queue |
 //! | 10 | 6 | 0 |
 //! | 16 | 8 × 3 | where the receive, the transmit and the event ring begin in the memory |
+
+use std::os::fd::OwnedFd;
+
+use zerosock_proto::Cid;
+
+/// What a driver gets in the place of a vhost-user connection.
+#[derive(Debug)]
+pub struct GuestDevice {
+    /// The memory: at least as long as [`DriverConfig::memory_len`], of zeroes, and used by nothing else.
+    pub memory: OwnedFd,
+    /// The doorbell: a connected stream. Each byte is a wake-up, and its end is that of the device.
+    pub doorbell: OwnedFd,
+    /// The virtio features that the device offers.
+    pub features: u64,
+    /// The endpoint's CID.
+    pub cid: Cid,
+}
 
 /// Bytes of the encoded request.
 pub(crate) const START_LEN: usize = 40;

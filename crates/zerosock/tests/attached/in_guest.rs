@@ -1,0 +1,192 @@
+//! A program that attaches at the socket of an agent, which gives it memory and a doorbell: streams, messages and
+//! datagrams pass without a copy between it and the program that embeds the device, with calls that sleep, tokio and
+//! `Poller`; and what it reports when the agent breaks the protocol or ends the doorbell.
+
+use std::io::{self, Read, Write};
+use std::thread;
+
+use zerosock::Address;
+use zerosock::Cid;
+use zerosock::vsock::{Datagram, Endpoint, Fault, Stream, Wait};
+
+use super::agent::Agent;
+use super::hub::Hub;
+use super::{PORT, patient};
+use crate::common::{PATIENCE, assert_bytes, bytes};
+
+/// Bytes of a transfer.
+const LEN: usize = 4 << 20;
+
+/// Sends `bytes` in loans.
+fn lend(stream: &Stream, bytes: &[u8]) -> io::Result<()> {
+    let mut left = bytes;
+    while !left.is_empty() {
+        let mut loan = stream.loan(left.len())?;
+        assert!(loan.is_in_place());
+        let len = left.len().min(loan.capacity());
+        loan.write_all(&left[..len])?;
+        let sent = loan.send()?;
+        left = &left[sent..];
+    }
+    stream.shutdown(std::net::Shutdown::Write)
+}
+
+/// Receives all bytes by leases in place.
+fn leased(stream: &Stream) -> io::Result<Vec<u8>> {
+    let mut all = Vec::new();
+    while let Some(lease) = stream.recv()? {
+        assert!(lease.is_in_place());
+        all.extend(lease.to_vec());
+    }
+    Ok(all)
+}
+
+/// Streams some MiB both ways at once.
+fn exchange(hub: &Hub, program: &Endpoint) {
+    let (ours, theirs) = hub.joined(program);
+    let (down, up) = (bytes(1, LEN), bytes(2, LEN));
+    thread::scope(|scope| {
+        let sending = [
+            scope.spawn(|| lend(&ours, &down)),
+            scope.spawn(|| lend(&theirs, &up)),
+        ];
+        let got_up = scope.spawn(|| leased(&ours));
+        assert_bytes(&leased(&theirs).unwrap(), &down);
+        assert_bytes(&got_up.join().unwrap().unwrap(), &up);
+        for sent in sending {
+            sent.join().unwrap().unwrap();
+        }
+    });
+}
+
+#[test]
+fn streams_pass_in_place_both_ways_and_nothing_is_copied() {
+    for wait in [Wait::Sleep, Wait::ADAPTIVE] {
+        let hub = Hub::new();
+        let agent = Agent::new(hub.vm(), |_| {});
+        let program = Endpoint::builder().wait(wait).attach(agent.path()).unwrap();
+        assert_eq!(program.cid(), Cid::new(3));
+        exchange(&hub, &program);
+        let stats = program.stats();
+        assert_eq!(
+            (stats.copied_in, stats.copied_aside, stats.copied_out),
+            (0, 0, 0)
+        );
+        assert_eq!(
+            (stats.sent_in_place, stats.received_in_place),
+            (LEN as u64, LEN as u64)
+        );
+        let stats = hub.stats();
+        assert_eq!(
+            (stats.copied_in, stats.copied_aside, stats.copied_out),
+            (0, 0, 0)
+        );
+        assert_eq!(
+            (stats.sent_in_place, stats.received_in_place),
+            (LEN as u64, LEN as u64)
+        );
+        drop(program);
+        agent.join();
+    }
+}
+
+#[test]
+fn a_program_with_a_thread_of_the_library_answers_while_it_does_something_else() {
+    let hub = Hub::new();
+    let agent = Agent::new(hub.vm(), |_| {});
+    let program = Endpoint::builder()
+        .background()
+        .attach(agent.path())
+        .unwrap();
+    let (ours, mut theirs) = hub.joined(&program);
+    let mut ours = patient(ours);
+    ours.write_all(b"ping").unwrap();
+    let mut got = [0; 4];
+    theirs.read_exact(&mut got).unwrap();
+    theirs.write_all(&got).unwrap();
+    ours.read_exact(&mut got).unwrap();
+    assert_eq!(&got, b"ping");
+}
+
+#[test]
+fn messages_and_datagrams_pass() {
+    let hub = Hub::new();
+    let agent = Agent::new(hub.vm(), |_| {});
+    let program = Endpoint::attach(agent.path()).unwrap();
+    let listener = hub.listen_seqpacket(PORT, 4).unwrap();
+    let theirs = program
+        .connect_seqpacket(Address::new(Cid::HOST, PORT))
+        .unwrap();
+    let (ours, _) = listener.accept_timeout(PATIENCE).unwrap();
+    theirs.set_write_timeout(Some(PATIENCE)).unwrap();
+    ours.set_read_timeout(Some(PATIENCE)).unwrap();
+    let message = bytes(3, 100_000);
+    theirs.send(&message).unwrap();
+    let mut got = vec![0; message.len() + 1];
+    let received = ours.recv(&mut got).unwrap().expect("a message");
+    assert_eq!(received.len, message.len());
+    assert_bytes(&got[..message.len()], &message);
+
+    let host = Datagram::bind(&*hub, PORT).unwrap();
+    let guest = Datagram::bind(&program, PORT).unwrap();
+    host.set_read_timeout(Some(PATIENCE)).unwrap();
+    guest.set_read_timeout(Some(PATIENCE)).unwrap();
+    guest.send_to(b"up", Address::new(Cid::HOST, PORT)).unwrap();
+    let (len, from) = host.recv_from(&mut got).unwrap();
+    assert_eq!(
+        (&got[..len], from),
+        (b"up".as_slice(), Address::new(program.cid(), PORT))
+    );
+    host.send_to(b"down", from).unwrap();
+    let (len, _) = guest.recv_from(&mut got).unwrap();
+    assert_eq!(&got[..len], b"down");
+}
+
+#[test]
+fn an_end_of_the_agent_ends_the_connections() {
+    let hub = Hub::new();
+    let agent = Agent::new(hub.vm(), |_| {});
+    let program = Endpoint::attach(agent.path()).unwrap();
+    let (ours, theirs) = hub.joined(&program);
+    // The agent ends when its connection closes; the doorbell goes with it.
+    drop(program.resolve("nobody").unwrap_err());
+    agent.join();
+    theirs.recv().unwrap_err();
+    program.connect(Address::new(Cid::HOST, PORT)).unwrap_err();
+    drop(ours);
+}
+
+#[test]
+fn a_device_that_starts_with_other_features_is_refused() {
+    let hub = Hub::new();
+    let agent = Agent::new(hub.vm(), |answer| answer.features ^= 1 << 29);
+    let error = Endpoint::attach(agent.path()).unwrap_err();
+    assert_eq!(error.fault(), Fault::Peer);
+    assert!(error.to_string().contains("features"), "{error}");
+    let kind = io::Error::from(error).kind();
+    assert_eq!(kind, io::ErrorKind::InvalidData);
+    agent.join();
+}
+
+#[test]
+fn a_refused_start_is_reported() {
+    use zerosock::attach::Status;
+    let hub = Hub::new();
+    let agent = Agent::new(hub.vm(), |answer| answer.status = Status::ServerFailed);
+    let error = Endpoint::attach(agent.path()).unwrap_err();
+    assert!(
+        error.to_string().contains("failed in the server"),
+        "{error}"
+    );
+    agent.join();
+}
+
+#[test]
+fn settings_out_of_range_are_refused_before_the_agent_is_asked() {
+    let error = Endpoint::builder()
+        .queue_size(100)
+        .attach("/nowhere")
+        .unwrap_err();
+    assert_eq!(error.fault(), Fault::Caller);
+    assert!(error.to_string().contains("queue_size 100"), "{error}");
+}

@@ -6,15 +6,14 @@
 //! - Nothing here reads or writes a page: another process may have made the file shorter.
 
 use std::ffi::c_void;
+use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 
-use rustix::fs::{
-    AtFlags, FallocateFlags, Mode, OFlags, RawDir, fallocate, fstatfs, mkdir, open, openat,
-    unlinkat,
-};
+use rustix::fs::{FallocateFlags, fallocate, statfs};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use rustix::mount::{MountFlags, mount};
@@ -44,23 +43,18 @@ pub enum HugePageError {
     /// A length that is no multiple of [`HUGE_PAGE`], or 0.
     #[error("{0} bytes are not a number of huge pages of 2 MiB")]
     Length(u64),
-    /// The directory is on a file system of another kind, or with pages of another size.
-    #[error("{0} is no mount of hugetlbfs with pages of 2 MiB")]
-    OtherMount(PathBuf),
+    /// The mount has pages of another size.
+    #[error("{0} is a mount of hugetlbfs with other pages than those of 2 MiB")]
+    OtherPages(PathBuf),
     /// The mounts of this process are not those of the system: its end would take the files with it.
     #[error(
         "this process has mounts of its own, and {0} would go with them: run it in the mount namespace of process 1 \
          (for systemd, without PrivateMounts= and what implies it)"
     )]
     PrivateMounts(PathBuf),
-    /// The mount cannot be made.
-    #[error("cannot mount hugetlbfs at {path}: {source}")]
-    Mount {
-        /// Where.
-        path: PathBuf,
-        /// Why: ENODEV where the kernel has no huge pages, EPERM without CAP_SYS_ADMIN.
-        source: io::Error,
-    },
+    /// The mount cannot be made: ENODEV where the kernel has no huge pages, EPERM without CAP_SYS_ADMIN.
+    #[error("cannot mount hugetlbfs at {0}: {1}")]
+    Mount(PathBuf, io::Error),
     /// Another system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -74,7 +68,7 @@ impl From<Errno> for HugePageError {
 
 /// A mount of hugetlbfs for files of this user only.
 #[derive(Debug)]
-pub struct HugeDir(OwnedFd);
+pub struct HugeDir(PathBuf);
 
 impl HugeDir {
     /// Opens the mount at `path`. Makes directory and mount if `path` is none yet.
@@ -82,31 +76,24 @@ impl HugeDir {
     /// # Errors
     /// See [`HugePageError`].
     pub fn open(path: &Path) -> Result<HugeDir, HugePageError> {
-        if std::fs::read_link("/proc/self/ns/mnt")? != std::fs::read_link("/proc/1/ns/mnt")? {
-            return Err(HugePageError::PrivateMounts(path.to_owned()));
+        let dir = path.to_owned();
+        if fs::read_link("/proc/self/ns/mnt")? != fs::read_link("/proc/1/ns/mnt")? {
+            return Err(HugePageError::PrivateMounts(dir));
         }
-        match mkdir(path, Mode::RWXU) {
-            Ok(()) | Err(Errno::EXIST) => {}
-            Err(errno) => return Err(errno.into()),
-        }
-        let open = || open(path, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
-        let dir = open()?;
-        let found = fstatfs(&dir)?;
+        DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+        let found = statfs(path)?;
         if found.f_type as u32 == MAGIC {
             return match found.f_bsize as u64 {
                 HUGE_PAGE => Ok(HugeDir(dir)),
-                _ => Err(HugePageError::OtherMount(path.to_owned())),
+                _ => Err(HugePageError::OtherPages(dir)),
             };
         }
         let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
         let options = c"pagesize=2M,mode=0700";
-        mount("zerosock", path, "hugetlbfs", flags, options).map_err(|errno| {
-            HugePageError::Mount {
-                path: path.to_owned(),
-                source: errno.into(),
-            }
-        })?;
-        Ok(HugeDir(open()?))
+        match mount("zerosock", path, "hugetlbfs", flags, options) {
+            Ok(()) => Ok(HugeDir(dir)),
+            Err(errno) => Err(HugePageError::Mount(dir, errno.into())),
+        }
     }
 
     /// Creates a file of `len` bytes, which are zero and have their pages.
@@ -117,61 +104,49 @@ impl HugeDir {
         if len == 0 || !len.is_multiple_of(HUGE_PAGE) {
             return Err(HugePageError::Length(len));
         }
-        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
-        let file = openat(&self.0, name, flags, Mode::RUSR | Mode::WUSR)?;
-        match fallocate(&file, FallocateFlags::empty(), 0, len) {
-            Ok(()) => Ok(file),
-            Err(errno) => {
-                let _ = self.remove(name);
-                // It has the pages that there were: they are to be counted as free.
-                drop(file);
-                match errno {
-                    Errno::NOSPC | Errno::NOMEM => Err(too_few(len / HUGE_PAGE)),
-                    _ => Err(errno.into()),
-                }
-            }
+        let mut options = File::options();
+        options.read(true).write(true).create_new(true).mode(0o600);
+        let file = options.open(self.0.join(name))?;
+        let Err(errno) = fallocate(&file, FallocateFlags::empty(), 0, len) else {
+            return Ok(file.into());
+        };
+        self.remove(name)?;
+        // It has the pages that there were: they are to be counted as free.
+        drop(file);
+        match errno {
+            Errno::NOSPC | Errno::NOMEM => Err(too_few(len / HUGE_PAGE)),
+            _ => Err(errno.into()),
         }
     }
 
     /// Opens a file.
     ///
     /// # Errors
-    /// Errors of openat(2).
+    /// Errors of open(2).
     pub fn open_file(&self, name: &str) -> io::Result<OwnedFd> {
-        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        Ok(openat(&self.0, name, flags, Mode::empty())?)
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .open(self.0.join(name));
+        file.map(OwnedFd::from)
     }
 
     /// Removes a file. Its pages are free when it is not mapped, not open and not pinned.
     ///
     /// # Errors
-    /// Errors of unlinkat(2).
+    /// Errors of unlink(2).
     pub fn remove(&self, name: &str) -> io::Result<()> {
-        Ok(unlinkat(&self.0, name, AtFlags::empty())?)
+        fs::remove_file(self.0.join(name))
     }
 
     /// The names of the files.
     ///
     /// # Errors
-    /// Errors of open(2) and getdents(2).
+    /// Errors of reading the directory.
     pub fn names(&self) -> io::Result<Vec<String>> {
-        let dir = openat(
-            &self.0,
-            ".",
-            OFlags::DIRECTORY | OFlags::CLOEXEC,
-            Mode::empty(),
-        )?;
-        let mut buffer = Vec::with_capacity(4096);
-        let mut entries = RawDir::new(dir, buffer.spare_capacity_mut());
-        let mut names = Vec::new();
-        while let Some(entry) = entries.next() {
-            let entry = entry?;
-            match entry.file_name().to_str() {
-                Ok("." | "..") | Err(_) => {}
-                Ok(name) => names.push(name.to_owned()),
-            }
-        }
-        Ok(names)
+        let names = fs::read_dir(&self.0)?.map(|entry| Ok(entry?.file_name()));
+        let names = names.map(|name| name.map(|name| name.to_string_lossy().into_owned()));
+        names.collect()
     }
 }
 
@@ -179,7 +154,7 @@ impl HugeDir {
 fn too_few(wanted: u64) -> HugePageError {
     let count = |name| {
         let path = format!("/sys/kernel/mm/hugepages/hugepages-2048kB/{name}");
-        let text = std::fs::read_to_string(path).unwrap_or_default();
+        let text = fs::read_to_string(path).unwrap_or_default();
         text.trim().parse::<u64>().unwrap_or(0)
     };
     // Pages that are promised to other mappings are not free.

@@ -31,7 +31,7 @@ pub(crate) enum Command {
     #[command(hide = true)]
     DemoGuest(demo::guest::GuestArgs),
     #[command(hide = true)]
-    GuestKeeper(guest::keeper::KeeperArgs),
+    GuestKeeper(guest::keeper::process::KeeperArgs),
     #[command(hide = true)]
     ParentWatchdog(parent_watchdog::ParentWatchdogArgs),
 }

@@ -50,7 +50,7 @@ pub fn main() -> ExitCode {
         Command::Demo(flags) => demo::main(&flags),
         Command::DemoGuest(flags) => demo::guest::main(&flags),
         Command::Guest(flags) => guest::main(*flags),
-        Command::GuestKeeper(flags) => guest::keeper::main(&flags),
+        Command::GuestKeeper(flags) => guest::keeper::process::main(&flags),
         Command::ParentWatchdog(flags) => vm::parent_watchdog::main(&flags),
         Command::Perf(flags) => perf::main(flags),
         Command::Relay(flags) => relay::main(*flags),

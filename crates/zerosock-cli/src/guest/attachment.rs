@@ -202,13 +202,20 @@ impl Pages {
     /// Frees the pages of an attachment when the host tells that it does not use them. Gives up when the agent stops:
     /// the file stays for the next agent.
     fn free_later(&self, id: AttachmentId) {
+        let mut last = String::new();
         loop {
             let stream = self.open_stream();
             let known = stream.and_then(|stream| Ok(stream.query(id, deadline(REQUEST))?));
             match known {
                 Ok(false) => return self.free(id),
                 Ok(true) => {}
-                Err(error) => warn!(attachment = name(id), "the host may use its pages: {error}"),
+                Err(error) => {
+                    let text = error.to_string();
+                    if text != last {
+                        warn!(attachment = name(id), "the host may use its pages: {text}");
+                        last = text;
+                    }
+                }
             }
             if self.stop.wait(ASK_AGAIN) {
                 return;

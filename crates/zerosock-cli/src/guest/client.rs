@@ -25,7 +25,7 @@ use zerosock::attach::codec::{
     Answer, MAX_REQUEST, Request, VERSION, decode_request, encode_answer, requested_version,
 };
 use zerosock::attach::{AttachRequest, Start, Status};
-use zerosock::guest;
+use zerosock::driver::FEATURES;
 use zerosock::guest::client::RegistrationError;
 use zerosock::guest::wire::{Reason, Refusal};
 use zerosock_sys::fd_passing;
@@ -33,9 +33,9 @@ use zerosock_sys::hugetlbfs::HugePageError;
 
 use super::attachment::{Attachment, AttachmentError, Pages};
 
-/// How long a client may take for each of its two requests.
+/// How long a client may take for its first request.
 const REQUEST: Duration = Duration::from_secs(10);
-/// Time limit of starting queues on the host.
+/// How long a client may take to lay out its memory, and the host to start the queues in it.
 const START: Duration = Duration::from_secs(40);
 
 /// What all clients share.
@@ -133,7 +133,7 @@ impl Agent {
         let granted = Answer {
             cid: attachment.stream.cid,
             host: Cid::HOST,
-            features: guest::FEATURES,
+            features: FEATURES,
             memory: len,
             ..Answer::refusal(Status::Ok, VERSION)
         };
@@ -141,7 +141,7 @@ impl Agent {
         if answer(socket, &granted, &fds).is_err() {
             return End::Ours("it does not take its answer");
         }
-        let mut until = Some(Instant::now() + REQUEST);
+        let mut until = Some(Instant::now() + START);
         loop {
             match self.wait(socket, Some(attachment.stream.as_fd()), until) {
                 Event::Stop => return End::Ours("the agent ends"),

@@ -10,8 +10,7 @@ use zerosock_proto::vsock::features::{F_PAIRS, F_SEQPACKET, F_STREAM};
 use zerosock_vhost_user::session::{F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1};
 use zerosock_vhost_user::{ConfigWrite, DeviceModel, FrontendFault};
 
-/// What a device with one queue pair offers.
-pub(crate) const FEATURES: u64 =
+const FEATURES: u64 =
     F_STREAM | F_SEQPACKET | F_DGRAM | F_DGRAM_FLOW | F_INDIRECT_DESC | F_EVENT_IDX | F_VERSION_1;
 
 /// The names of the features of vsock, for the log.

@@ -4,12 +4,15 @@
 //! The agent sends it files over a Unix socket (SOCK_SEQPACKET) with a path, where the next agent finds it again. It ends
 //! when it has neither an agent nor a pin.
 //!
+//! This file has the agent's side, `process` the keeper's.
+//!
 //! # Invariants
 //! - Pages stay pinned until the agent says that the host has ended their attachment.
 //! - It has one agent at a time.
 //! - It never reads or writes a page.
 
-use std::collections::HashMap;
+pub(crate) mod process;
+
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -19,29 +22,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use clap::Args;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{Shutdown, SocketFlags, SocketType, accept_with, shutdown};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use zerosock::attach;
+use rustix::event::PollFlags;
+use rustix::net::{Shutdown, SocketType, shutdown};
 use zerosock::guest::wire::{AttachmentId, MAX_EXTENTS};
 use zerosock_ring::Extent;
-use zerosock_sys::hugetlbfs::{HugeMapping, HugePageError};
-use zerosock_sys::pagemap::{self, PagemapError};
-use zerosock_sys::pin::{Pin, PinError};
+use zerosock_sys::socket_file::{self, SocketFileOptions};
 use zerosock_sys::{fd_passing, socket_path, wait_ready};
-
-use crate::failure::Failure;
 
 /// The subcommand of the keeper.
 const COMMAND: &str = "guest-keeper";
 /// Time limit of a request; pinning many pages takes time.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a keeper without pins waits for an agent.
-const LONELY: Timespec = Timespec {
-    tv_sec: 10,
-    tv_nsec: 0,
-};
 /// Times that an agent looks for a keeper: one may end, or start, meanwhile.
 const ATTEMPTS: usize = 5;
 
@@ -100,7 +91,7 @@ impl Keeper {
                 Ok((_, None)) => {}
                 Err(error) => last = error,
             }
-            match attach::listen(path) {
+            match listen(path) {
                 Ok(listener) => start(listener).map_err(KeeperError::Start)?,
                 // One has started or still runs.
                 Err(error) if error.kind() == io::ErrorKind::AddrInUse => last = error,
@@ -173,6 +164,25 @@ fn receive(socket: impl AsFd, answer: &mut [u8]) -> io::Result<usize> {
     fd_passing::recv(&socket, answer, &mut Vec::new()).map(|received| received.bytes)
 }
 
+/// Binds the socket of a keeper, which takes descriptors from this user only. Its file stays: the next keeper replaces it.
+fn listen(path: &Path) -> io::Result<OwnedFd> {
+    let options = SocketFileOptions {
+        kind: SocketType::SEQPACKET,
+        mode: None,
+        gid: None,
+        backlog: 4,
+        refuse_rights: false,
+        // The agent itself connects to it.
+        reserved: false,
+        lock_wait: Duration::from_secs(1),
+    };
+    let (socket, file) = socket_file::bind(path, options)?;
+    rustix::io::ioctl_fionbio(&socket, true)?;
+    // Dropping it would remove the file.
+    std::mem::forget(file);
+    Ok(socket)
+}
+
 /// Starts a keeper with this listener. A thread waits for its end, so that no zombie is left.
 fn start(listener: OwnedFd) -> io::Result<()> {
     let mut command = Command::new("/proc/self/exe");
@@ -186,124 +196,5 @@ fn start(listener: OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Pin pages for `zerosock guest`
-#[derive(Debug, Args)]
-pub(crate) struct KeeperArgs {}
-
-/// The keeper's process. Its listener is its standard input.
-pub(crate) fn main(_: &KeeperArgs) -> Result<(), Failure> {
-    let listener = io::stdin().as_fd().try_clone_to_owned();
-    listener
-        .and_then(|listener| {
-            for signal in [SIGTERM, SIGINT, SIGHUP] {
-                // The agent ends it; what ends the agent is not to end it, too.
-                signal_hook::flag::register(signal, Arc::default())?;
-            }
-            let _ = rustix::process::setsid();
-            // The system is to take memory from all others first.
-            let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
-            serve(&listener)
-        })
-        .map_err(|error| Failure::runtime(format_args!("{COMMAND}: {error}")))
-}
-
-/// Serves one agent after the other.
-fn serve(listener: &OwnedFd) -> io::Result<()> {
-    let mut pins = HashMap::new();
-    let mut agent: Option<OwnedFd> = None;
-    loop {
-        let mut watched = vec![PollFd::new(listener, PollFlags::IN)];
-        watched.extend(agent.iter().map(|it| PollFd::new(it, PollFlags::IN)));
-        let limit = (agent.is_none() && pins.is_empty()).then_some(&LONELY);
-        let ready = match poll(&mut watched, limit) {
-            Ok(0) => return Ok(()),
-            Ok(_) => watched.iter().map(|it| !it.revents().is_empty()),
-            Err(rustix::io::Errno::INTR) => continue,
-            Err(errno) => return Err(errno.into()),
-        };
-        let ready: Vec<bool> = ready.collect();
-        // The end of one agent comes before the beginning of the next.
-        if ready.get(1) == Some(&true) && !agent.as_ref().is_some_and(|it| handle(it, &mut pins)) {
-            agent = None;
-            if pins.is_empty() {
-                return Ok(());
-            }
-        } else if ready.first() == Some(&true) {
-            greet(listener, &mut agent);
-        }
-    }
-}
-
-/// Accepts an agent if there is no other one.
-fn greet(listener: &OwnedFd, agent: &mut Option<OwnedFd>) {
-    let Ok(socket) = accept_with(listener, SocketFlags::CLOEXEC) else {
-        return;
-    };
-    let greeting = if agent.is_some() { BUSY } else { DONE };
-    let sent = fd_passing::send(&socket, &[IoSlice::new(&[greeting])], &[]);
-    if agent.is_none() && sent.is_ok() {
-        *agent = Some(socket);
-    }
-}
-
-/// Why pages are not pinned.
-#[derive(Debug, thiserror::Error)]
-enum NotPinned {
-    #[error(transparent)]
-    Map(#[from] HugePageError),
-    #[error(transparent)]
-    Pin(#[from] PinError),
-    #[error(transparent)]
-    Pagemap(#[from] PagemapError),
-    #[error(
-        "the pages lie in {0} places, at most {MAX_EXTENTS} can be registered: free memory, or take fewer pages"
-    )]
-    Scattered(usize),
-    #[error("not a request of this version")]
-    BadRequest,
-}
-
-/// Handles a request. False: the agent is gone.
-fn handle(agent: &OwnedFd, pins: &mut HashMap<[u8; 16], Pin>) -> bool {
-    let (mut request, mut fds) = ([0; REQUEST_LEN], Vec::new());
-    match fd_passing::recv(agent, &mut request, &mut fds) {
-        Ok(received) if received.bytes == REQUEST_LEN => {}
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => return true,
-        _ => return false,
-    }
-    let id = request.last_chunk::<16>().copied().unwrap_or_default();
-    let done = match (request.first(), fds.pop()) {
-        (Some(&OP_PIN), Some(file)) => pin(&file).map(|(pin, extents)| {
-            pins.insert(id, pin);
-            extents
-        }),
-        (Some(&OP_UNPIN), None) => {
-            pins.remove(&id);
-            Ok(Vec::new())
-        }
-        _ => Err(NotPinned::BadRequest),
-    };
-    let (first, rest) = match done {
-        Ok(extents) => {
-            let words = extents.iter().flat_map(|extent| [extent.addr, extent.len]);
-            (DONE, words.flat_map(u64::to_le_bytes).collect())
-        }
-        Err(error) => (FAILED, error.to_string().into_bytes()),
-    };
-    let answer = [&[first][..], &rest].concat();
-    fd_passing::send(agent, &[IoSlice::new(&answer)], &[]).is_ok()
-}
-
-fn pin(file: impl AsFd) -> Result<(Pin, Vec<Extent>), NotPinned> {
-    let mapping = HugeMapping::new(file)?;
-    let pin = Pin::new(&mapping)?;
-    let extents = pagemap::extents(&mapping, &pin)?;
-    match extents.len() {
-        0..=MAX_EXTENTS => Ok((pin, extents)),
-        count => Err(NotPinned::Scattered(count)),
-    }
-}
-
 #[cfg(test)]
-#[path = "keeper_tests.rs"]
 mod tests;

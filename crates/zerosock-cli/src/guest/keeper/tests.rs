@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 use tempfile::TempDir;
 use zerosock_sys::memfd;
 
+use super::process::serve;
 use super::*;
 
 const ID: AttachmentId = AttachmentId([1; 16]);
@@ -14,7 +15,7 @@ const ID: AttachmentId = AttachmentId([1; 16]);
 fn keeper() -> (TempDir, PathBuf, JoinHandle<io::Result<()>>) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("keeper");
-    let listener = attach::listen(&path).unwrap();
+    let listener = listen(&path).unwrap();
     (dir, path, thread::spawn(move || serve(&listener)))
 }
 

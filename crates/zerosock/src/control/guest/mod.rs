@@ -42,9 +42,6 @@ pub const REGISTRATION_PORT: Port = Port::new(0x7a73_6765);
 /// each wake-up from then on. The daemon sends one byte for each wake-up.
 pub const DOORBELL_PORT: Port = Port::new(0x7a73_6766);
 
-/// The virtio features that the device of a guest endpoint offers.
-pub const FEATURES: u64 = crate::device::model::FEATURES;
-
 // - `wire`: the messages, pure functions;
 // - `key`: the key of a VM, and the tags of requests;
 // - `page_value`: what the agent writes into the pages;

@@ -208,7 +208,7 @@ fn no_wake_up_is_lost_while_both_sides_sleep() {
     socket.set_read_timeout(Some(LONG)).unwrap();
     let other_end = stream(&driver).try_clone().unwrap();
     std::thread::scope(|scope| {
-        scope.spawn(move || {
+        let device = scope.spawn(move || {
             let mut echoed = 0;
             while echoed < ROUNDS {
                 let mut sent = false;
@@ -225,7 +225,8 @@ fn no_wake_up_is_lost_while_both_sides_sleep() {
                     assert_ne!(socket.read(&mut [0; 64]).unwrap(), 0);
                 }
             }
-            peer
+            // The device does not hang up before the driver has read all.
+            (peer, socket)
         });
         for round in 0..ROUNDS {
             assert_eq!(driver.write(id, &round.to_le_bytes(), Publish::Now), Ok(4));
@@ -241,6 +242,7 @@ fn no_wake_up_is_lost_while_both_sides_sleep() {
             assert_eq!(u32::from_le_bytes(echo), round);
             Backend::flush_after_read(&mut driver);
         }
+        drop(device.join().unwrap());
     });
     let kicks = Backend::stats(&driver).notifications;
     assert!(kicks <= 2 * u64::from(ROUNDS) + 64, "{kicks}");

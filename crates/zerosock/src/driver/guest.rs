@@ -1,5 +1,5 @@
-//! A driver on memory that it was given, as in a guest: it creates no memory and has no vhost-user connection. Who gave the
-//! memory starts the queues.
+//! A driver on memory that it was given, as in a guest: it creates no memory and has no vhost-user connection. Its caller
+//! passes the request that starts the queues to the device.
 
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_vhost_user::frontend::{Plan, SharedMemory};
@@ -68,3 +68,7 @@ impl Driver {
         Ok((Driver::over(config, link, arena, doorbell)?, start))
     }
 }
+
+#[cfg(test)]
+#[path = "guest_tests.rs"]
+mod tests;

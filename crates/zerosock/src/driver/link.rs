@@ -15,16 +15,12 @@ use zerosock_proto::vsock::{QueuePairs, Shard};
 use super::arena::{Arena, ArenaError};
 use super::config::DriverConfig;
 use super::doorbell::Doorbell;
-use super::guest_device::GuestDevice;
+use super::guest_device::{FEATURES, GuestDevice};
 use crate::fault::Fault;
-use zerosock_proto::vsock::features::{F_PAIRS, F_SEQPACKET, F_STREAM};
+use zerosock_proto::vsock::features::{F_PAIRS, F_SEQPACKET};
 use zerosock_vhost_user::frontend::{Frontend, FrontendError, SharedMemoryError};
 use zerosock_virtio::deadline::deadline_in;
-
-/// VIRTIO_F_VERSION_1 (virtio 1.2, 6 "Reserved Feature Bits").
-const F_VERSION_1: u64 = 1 << 32;
-/// VIRTIO_RING_F_EVENT_IDX.
-const F_EVENT_IDX: u64 = 1 << 29;
+use zerosock_virtio::{F_EVENT_IDX, F_VERSION_1};
 
 /// Offset of `guest_cid` in the configuration space of a vsock device, an le64 (virtio 1.2,
 /// 5.10.4).
@@ -143,23 +139,23 @@ fn set_queue_pairs(frontend: &mut Frontend, pairs: QueuePairs) -> Result<(), Fro
     frontend.write_config(QUEUE_PAIRS, &pairs.get().to_le_bytes())
 }
 
-/// Who controls the device.
+/// The way by which requests reach the device.
 #[derive(Debug)]
 pub(crate) enum LinkControl {
-    /// This driver, over the vhost-user connection.
+    /// The vhost-user connection.
     VhostUser(Frontend),
-    /// Who gave the memory: the agent of the guest, or code of this process.
+    /// None from here: the agent of the guest has the device, or other code of this process.
     Guest,
 }
 
 /// The features that a driver of this configuration can use.
 fn wanted_features(config: &DriverConfig) -> u64 {
-    let mut wanted = F_VERSION_1 | F_STREAM | F_SEQPACKET;
-    if config.datagrams {
-        wanted |= F_DGRAM | F_DGRAM_FLOW;
+    let mut wanted = FEATURES;
+    if !config.datagrams {
+        wanted &= !(F_DGRAM | F_DGRAM_FLOW);
     }
-    if config.event_idx {
-        wanted |= F_EVENT_IDX;
+    if !config.event_idx {
+        wanted &= !F_EVENT_IDX;
     }
     if config.queue_pairs > 1 {
         wanted |= F_PAIRS;

@@ -62,7 +62,7 @@ pub use crate::table::transfers::{Publish, RecvFault, SendFault};
 pub use arena::ArenaError;
 pub use config::{ConfigError, DriverConfig};
 pub use errors::DriverError;
-pub use guest_device::{GuestDevice, Start};
+pub use guest_device::{FEATURES, GuestDevice, Start};
 pub use link::DriverAttachError;
 pub use queues::QueueSetupError;
 pub use stats::DriverStats;

@@ -18,7 +18,7 @@ use zerosock::attach::codec::{
     Answer, MAX_REQUEST, Request, VERSION, decode_request, encode_answer,
 };
 use zerosock::attach::{self, Start, Status};
-use zerosock::driver::{Frontend, VringAddr};
+use zerosock::driver::{FEATURES, Frontend, VringAddr};
 use zerosock_ring::{DriverLayout, RegionConfig};
 use zerosock_sys::{fd_passing, memfd};
 
@@ -78,7 +78,7 @@ fn serve(client: &OwnedFd, vm: &Path, change: impl FnOnce(&mut Answer)) {
     let granted = Answer {
         cid: Cid::new(3),
         host: Cid::HOST,
-        features: frontend.get_features().unwrap(),
+        features: FEATURES,
         memory: len,
         ..Answer::refusal(Status::Ok, VERSION)
     };
@@ -106,6 +106,7 @@ fn start_device(
     start: &Start,
     [kick, call]: [&OwnedFd; 2],
 ) {
+    assert_eq!(frontend.get_features().unwrap() & FEATURES, FEATURES);
     let protocol = VhostUserProtocolFeatures::REPLY_ACK | VhostUserProtocolFeatures::CONFIG;
     frontend.negotiate(start.features, protocol).unwrap();
     let region = RegionConfig {

@@ -3,11 +3,12 @@
 //! `Poller`; and what it reports when the agent breaks the protocol or ends the doorbell.
 
 use std::io::{self, Read, Write};
+use std::net::Shutdown;
 use std::thread;
 
 use zerosock::Address;
 use zerosock::Cid;
-use zerosock::vsock::{Datagram, Endpoint, Fault, Stream, Wait};
+use zerosock::vsock::{Datagram, Endpoint, Fault, Poller, Readiness, Stream, Trust, Wait};
 
 use super::agent::Agent;
 use super::hub::Hub;
@@ -28,7 +29,7 @@ fn lend(stream: &Stream, bytes: &[u8]) -> io::Result<()> {
         let sent = loan.send()?;
         left = &left[sent..];
     }
-    stream.shutdown(std::net::Shutdown::Write)
+    stream.shutdown(Shutdown::Write)
 }
 
 /// Receives all bytes by leases in place.
@@ -140,6 +141,113 @@ fn messages_and_datagrams_pass() {
     host.send_to(b"down", from).unwrap();
     let (len, _) = guest.recv_from(&mut got).unwrap();
     assert_eq!(&got[..len], b"down");
+}
+
+/// Reads each word that arrives on the stream and sends it back, until the end.
+fn echo_by_poller(stream: &Stream) {
+    stream.set_nonblocking(true).unwrap();
+    let mut poller = Poller::new(Wait::Sleep);
+    poller.add_stream(stream, 7, Readiness::READABLE);
+    let mut word = [0; 8];
+    loop {
+        let ready = poller.wait(Some(PATIENCE)).unwrap();
+        assert!(!ready.is_empty(), "no event in time");
+        let mut stream = stream;
+        match stream.read(&mut word) {
+            Ok(0) => return,
+            Ok(len) => stream.write_all(&word[..len]).unwrap(),
+            Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock),
+        }
+    }
+}
+
+/// Sends words and waits for each to come back.
+fn ask(stream: &Stream) {
+    let mut stream = stream;
+    for round in 0..500_u64 {
+        stream.write_all(&round.to_le_bytes()).unwrap();
+        let mut word = [0; 8];
+        stream.read_exact(&mut word).unwrap();
+        assert_eq!(u64::from_le_bytes(word), round);
+    }
+    stream.shutdown(Shutdown::Write).unwrap();
+}
+
+#[test]
+fn a_poller_and_a_thread_sleep_on_one_doorbell() {
+    let hub = Hub::new();
+    let agent = Agent::new(hub.vm(), |_| {});
+    let program = Endpoint::attach(agent.path()).unwrap();
+    let (one, polled) = hub.joined(&program);
+    let (two, slept) = hub.joined(&program);
+    thread::scope(|scope| {
+        scope.spawn(|| echo_by_poller(&polled));
+        scope.spawn(|| {
+            let (mut slept, mut word) = (&slept, [0; 8]);
+            while slept.read(&mut word).unwrap() > 0 {
+                slept.write_all(&word).unwrap();
+            }
+        });
+        scope.spawn(|| ask(&one));
+        ask(&two);
+    });
+}
+
+#[cfg(feature = "tokio")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tasks_of_tokio_sleep_on_a_doorbell() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use zerosock::vsock::tokio::AsyncStream;
+
+    let hub = Hub::new();
+    let agent = Agent::new(hub.vm(), |_| {});
+    let program = Endpoint::attach(agent.path()).unwrap();
+    let (ours, theirs) = hub.joined(&program);
+    let asking = thread::spawn(move || {
+        ask(&ours);
+        ours
+    });
+    let mut theirs = AsyncStream::new(theirs).unwrap();
+    let mut word = [0; 8];
+    let echo = async {
+        while theirs.read_exact(&mut word).await.is_ok() {
+            theirs.write_all(&word).await.unwrap();
+        }
+    };
+    tokio::time::timeout(PATIENCE, echo)
+        .await
+        .expect("no event in time");
+    asking.join().unwrap();
+}
+
+/// The memory is the agent's: the bytes are one, at two addresses.
+#[test]
+fn leases_and_loans_of_a_program_that_trusts_are_plain_slices() {
+    let hub = Hub::new();
+    let agent = Agent::new(hub.vm(), |_| {});
+    // SAFETY: host and agent are in this test. The host writes no leased buffer, the agent writes nothing, and the
+    // memory is sealed.
+    let trust = unsafe { Trust::declare() };
+    let program = Endpoint::builder()
+        .trust_host(trust)
+        .attach(agent.path())
+        .unwrap();
+    let (ours, theirs) = hub.joined(&program);
+    let mut loan = theirs.loan(5).unwrap();
+    loan.as_mut_slice().unwrap().copy_from_slice(b"hello");
+    loan.set_filled(5);
+    loan.send().unwrap();
+    let lease = ours.recv().unwrap().unwrap();
+    assert_eq!(lease.to_vec(), b"hello");
+    let mut loan = ours.loan(5).unwrap();
+    assert!(
+        loan.as_mut_slice().is_err(),
+        "the host has no slice of a guest's memory"
+    );
+    loan.write_all(b"again").unwrap();
+    loan.send().unwrap();
+    let lease = theirs.recv().unwrap().unwrap();
+    assert_eq!(lease.into_bytes().unwrap(), b"again"[..]);
 }
 
 #[test]

@@ -74,7 +74,7 @@ fn name(id: AttachmentId) -> String {
     id.0.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The attachment whose file has this name.
+/// The attachment of the file with this name.
 fn id(name: &str) -> Option<AttachmentId> {
     let digits = name.as_bytes().chunks(2).map(|pair| {
         let text = std::str::from_utf8(pair).ok()?;

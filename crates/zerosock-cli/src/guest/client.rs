@@ -49,7 +49,7 @@ pub(super) struct Agent {
     pub(super) endpoints: usize,
     /// Clients, endpoints or not.
     pub(super) clients: AtomicUsize,
-    /// Endpoints that there are, and those whose pages are not free yet.
+    /// Endpoints that there are, and those with pages that are not free yet.
     pub(super) attached: AtomicUsize,
 }
 

@@ -48,7 +48,7 @@ use crate::{key_file, logging, sockets};
 const DIR: &str = "/run/zerosock";
 const PAGES: &str = "/run/zerosock/pages";
 const KEEPER: &str = "/run/zerosock/keeper.sock";
-/// Clients that are no endpoints: those whose first request has not arrived.
+/// Clients that are no endpoints: their first request has not arrived.
 const MAX_NEW: usize = 32;
 /// How long no client is accepted when a call has failed.
 const PAUSE: Duration = Duration::from_millis(100);

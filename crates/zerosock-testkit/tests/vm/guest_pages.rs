@@ -37,7 +37,7 @@ const PAGES: u64 = 6;
 /// Pages of the guest.
 const ALL_PAGES: u64 = 8;
 
-/// A guest whose memory is a file.
+/// A guest with a file as its memory.
 pub(crate) struct Machine {
     pub(crate) guest: Guest,
     pub(crate) memory: PathBuf,

@@ -193,7 +193,7 @@ impl Registered {
         loop {
             match self.messages.receive(deadline)? {
                 Answer::Ended(reason) => return Ok(reason),
-                // To a `start` whose deadline was earlier.
+                // To a `start` with an earlier deadline.
                 Answer::Started { .. } | Answer::Refused(_) => {}
                 answer => return Err(no_result(answer)),
             }

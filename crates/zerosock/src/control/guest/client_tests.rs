@@ -119,7 +119,7 @@ fn serve<T: Send + 'static>(
     (ours.into(), thread::spawn(daemon))
 }
 
-/// A stream whose daemon sends these answers: the first at once, each other one when a request has arrived.
+/// A stream to a daemon that sends these answers: the first at once, each other one when a request has arrived.
 fn answering(answers: impl IntoIterator<Item = Answer> + Send + 'static) -> OwnedFd {
     let (ours, _) = serve(move |mut daemon| {
         for (index, answer) in answers.into_iter().enumerate() {

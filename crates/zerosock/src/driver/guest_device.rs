@@ -23,7 +23,8 @@ pub const FEATURES: u64 =
 /// What a driver gets in the place of a vhost-user connection.
 #[derive(Debug)]
 pub struct GuestDevice {
-    /// The memory: at least as long as [`DriverConfig::memory_len`], used by nothing else, and
+    /// The memory: at least as long as
+    /// [`DriverConfig::memory_len`](super::DriverConfig::memory_len), used by nothing else, and
     /// of zeroes but for the last cache line of each huge page, which belongs to the daemon of the host.
     pub memory: OwnedFd,
     /// The doorbell: a connected stream. Each byte is a wake-up, and its end is that of the device.

@@ -10,8 +10,7 @@
 //!  writes a value into each page
 //!  Register: name, extents                    checks tag, extents, and the value of each page
 //!                                             Accepted: CID, token of the doorbell
-//!  clears the pages but the last line of each
-//!  huge page, opens the doorbell
+//!  clears the pages, opens the doorbell
 //!  Start: features, rings                     starts the device
 //!                                             Started
 //!  End                                        stops the device

@@ -1,7 +1,7 @@
 //! How a driver and its device wake each other.
 //!
 //! # Invariants
-//! - Whoever takes an event of a stream reads all of its bytes, before notifications are requested again: the device may
+//! - A driver that takes an event of a stream reads all bytes before it requests notifications again: the device may
 //!   drop a wake-up as long as one is unread, and the event of that one is still there.
 //! - No call changes the flags of a stream, which other processes may have, or waits on it.
 

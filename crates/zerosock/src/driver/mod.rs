@@ -54,6 +54,7 @@ use std::time;
 use zerosock_proto::Instant;
 use zerosock_proto::wire::vsock::Repr;
 
+pub use crate::registration::Start;
 pub use crate::table::backend::{Backend, ReadySource};
 pub use crate::table::calls::ConnectionCalls;
 pub use crate::table::sending::SendingCalls;
@@ -62,7 +63,7 @@ pub use crate::table::transfers::{Publish, RecvFault, SendFault};
 pub use arena::ArenaError;
 pub use config::{ConfigError, DriverConfig};
 pub use errors::DriverError;
-pub use guest_device::{FEATURES, GuestDevice, Start};
+pub use guest_device::{FEATURES, GuestDevice};
 pub use link::DriverAttachError;
 pub use queues::QueueSetupError;
 pub use stats::DriverStats;

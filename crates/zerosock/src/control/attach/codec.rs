@@ -9,11 +9,11 @@
 
 use std::fmt;
 
-use crate::driver::guest_device::START_LEN;
+use crate::registration::START_LEN;
 use crate::routing::name::Name;
 use zerosock_proto::{Cid, Port};
 
-pub use crate::driver::guest_device::Start;
+pub use crate::registration::Start;
 
 /// The first bytes of every message.
 pub const MAGIC: [u8; 4] = *b"zsat";

@@ -33,26 +33,14 @@
 //! - The agent gives pages back to its kernel only after `Ended` for their attachment, or `Known` that says that it is
 //!   not in use.
 
-/// The port of CID 2 at which an agent opens its stream, from a port below 1024: the first bytes of every message, as a
-/// number. No rule, service or program can have it on a VM that may have guest endpoints.
-pub const REGISTRATION_PORT: Port = Port::new(0x7a73_6765);
-
-/// The port of CID 2 at which doorbells are opened. The guest sends the token of the attachment first, and one byte for
-/// each wake-up from then on. The daemon sends one byte for each wake-up.
-pub const DOORBELL_PORT: Port = Port::new(0x7a73_6766);
-
 // - `wire`: the messages, pure functions;
-// - `key`: the key of a VM, and the tags of requests;
-// - `page_value`: what the agent writes into the pages;
 // - `client`: the agent's side of a stream;
 // - `options`: what a VM may have;
 // - `server`: the side of the daemon, on the control thread.
 
-use zerosock_proto::Port;
-
 pub mod client;
-pub mod key;
-pub mod page_value;
+pub(crate) mod options;
+pub(crate) mod server;
 pub mod wire;
 
 pub use crate::registration::{DOORBELL_PORT, REGISTRATION_PORT, key, page_value};

@@ -25,9 +25,8 @@ use zerosock_ring::{Extent, MAX_REGIONS};
 use super::key::{GuestKey, Nonce, StreamTags, TAG_LEN};
 use crate::control::attach::codec as attach;
 use crate::control::attach::{AttachRequest, Version};
-use crate::driver::guest_device::START_LEN;
-
-pub use crate::driver::guest_device::Start;
+use crate::registration::START_LEN;
+pub use crate::registration::{Reason, Refusal, Start, Token};
 
 /// The first bytes of every message.
 pub const MAGIC: [u8; 4] = *b"zsge";

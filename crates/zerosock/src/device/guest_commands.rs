@@ -134,8 +134,7 @@ impl Device {
         match next {
             Answered::Next => {}
             Answered::Started => guests.reports.send(self.cid, GuestEvent::Started { key }),
-            // What it has written since the VM's log changed is in none, or in an earlier one.
-            Answered::Logs => {
+            Answered::Unmarked => {
                 if let Some(log) = &guests.log {
                     log.mark_all(&attachment.view);
                 }

@@ -2,7 +2,7 @@
 //! first stop of a queue of the VM until it goes on, and never again after the end. Streams outlast a pause, and end with
 //! everything else.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use zerosock_proto::Port;
@@ -488,16 +488,46 @@ fn memory_that_vanishes_ends_the_endpoint() {
     stream.ended(&mut lab);
 }
 
+/// A log of the VM, and its file.
+fn log() -> (OwnedFd, Arc<DirtyLog>) {
+    let len = RAM / PAGE / 8;
+    let file = zerosock_sys::memfd::create("log", len, true).unwrap();
+    let log = DirtyLog::map(file.as_fd(), 0, len, None).unwrap();
+    (file, Arc::new(log))
+}
+
+fn marks(file: &OwnedFd) -> Vec<u8> {
+    let mut bits = vec![0; (RAM / PAGE / 8) as usize];
+    rustix::io::pread(file, &mut bits[..], 0).unwrap();
+    bits
+}
+
+/// Asserts that all pages of the endpoint that have changed are marked. Returns how many there are.
+#[track_caller]
+fn assert_marked(endpoint: &TestEndpoint, before: &[u8], after: &[u8], bits: &[u8]) -> usize {
+    let changed = (0..after.len()).step_by(PAGE as usize).filter(|&at| {
+        let page = at..at + PAGE as usize;
+        before[page.clone()] != after[page]
+    });
+    let mut count = 0;
+    for at in changed {
+        let extent = endpoint.extents[at / HUGE as usize];
+        let page = (extent.addr + at as u64 % HUGE) / PAGE;
+        let is_marked = bits[(page / 8) as usize] & 1 << (page % 8) != 0;
+        assert!(is_marked, "page {page:#x}");
+        count += 1;
+    }
+    count
+}
+
 #[test]
 fn changed_pages_are_marked_in_the_log_of_the_vm() {
     let mut lab = GuestLab::new();
     let (mut endpoint, mut stream) = busy(&mut lab);
     let mut before = read(&endpoint.view);
     for round in 0..2 {
-        let len = RAM / PAGE / 8;
-        let file = zerosock_sys::memfd::create("log", len, true).unwrap();
-        let log = DirtyLog::map(file.as_fd(), 0, len, None).unwrap();
-        lab.done(DeviceCommand::SetLog(Arc::new(log)));
+        let (file, log) = log();
+        lab.done(DeviceCommand::SetLog(log));
         if round == 0 {
             lab.done(DeviceCommand::SetFeatures(F_VERSION_1 | F_LOG_ALL));
         }
@@ -506,20 +536,8 @@ fn changed_pages_are_marked_in_the_log_of_the_vm() {
         stream.write(10_000);
         let bases = lab.pause();
         let after = read(&endpoint.view);
-        let mut bits = vec![0; len as usize];
-        rustix::io::pread(&file, &mut bits[..], 0).unwrap();
-        let changed = (0..after.len()).step_by(PAGE as usize).filter(|&at| {
-            let page = at..at + PAGE as usize;
-            before[page.clone()] != after[page]
-        });
-        let mut count = 0;
-        for at in changed {
-            let extent = endpoint.extents[at / HUGE as usize];
-            let page = (extent.addr + at as u64 % HUGE) / PAGE;
-            let is_marked = bits[(page / 8) as usize] & 1 << (page % 8) != 0;
-            assert!(is_marked, "round {round}, page {page:#x}");
-            count += 1;
-        }
+        let bits = marks(&file);
+        let count = assert_marked(&endpoint, &before, &after, &bits);
         assert!(count > 5, "{count}");
         // Nothing of other pages. After a pause of the VM, the next log has all pages marked.
         let page = 9 * HUGE / PAGE;
@@ -528,6 +546,23 @@ fn changed_pages_are_marked_in_the_log_of_the_vm() {
         lab.resume(bases);
     }
     lab.no_event();
+}
+
+/// The VM stops before the endpoint's device has the log.
+#[test]
+fn a_stop_that_overtakes_the_log_leaves_no_page_unmarked() {
+    let mut lab = GuestLab::new();
+    let (endpoint, mut stream) = busy(&mut lab);
+    lab.settle();
+    let (file, log) = log();
+    let before = read(&endpoint.view);
+    stream.write(1000);
+    lab.command(DeviceCommand::SetLog(log));
+    lab.command(DeviceCommand::SetFeatures(F_VERSION_1 | F_LOG_ALL));
+    lab.pause();
+    let after = read(&endpoint.view);
+    let count = assert_marked(&endpoint, &before, &after, &marks(&file));
+    assert!(count > 0, "the endpoint has written nothing");
 }
 
 /// A VM may be paused for as long as its user likes: its endpoints do not end with the time limit of connections.

@@ -402,8 +402,8 @@ pub(in crate::device) enum Answered {
     Next,
     /// All queues run for the first time.
     Started,
-    /// The device marks in a log that it did not have before.
-    Logs,
+    /// What the device has written until now may be in no log of the VM, or in an earlier one.
+    Unmarked,
     /// The attachment ends, for this reason.
     Failed(Reason),
 }
@@ -473,7 +473,7 @@ impl Endpoint {
             Step::Disconnect => {
                 self.is_connected = false;
                 self.queues = Default::default();
-                Answered::Next
+                self.next_or_unmarked()
             }
             Step::Stop(index) => self.stopped(index, reply),
             Step::Start { index, .. } if is_done => self.started(index),
@@ -483,14 +483,14 @@ impl Endpoint {
             Step::SetLog => {
                 self.has_log = true;
                 match self.logs {
-                    Some(true) => Answered::Logs,
+                    Some(true) => Answered::Unmarked,
                     _ => Answered::Next,
                 }
             }
             Step::SetFeatures { logs } => {
                 self.logs = Some(logs);
                 match logs {
-                    true => Answered::Logs,
+                    true => Answered::Unmarked,
                     false => Answered::Next,
                 }
             }
@@ -512,11 +512,20 @@ impl Endpoint {
             queue.runs = false;
             if let DeviceReply::Base(base) = *reply {
                 queue.base = base;
-                return Answered::Next;
+                return self.next_or_unmarked();
             }
         }
         self.may_be_written |= index == RX;
         Answered::Failed(Reason::NOT_STOPPED)
+    }
+
+    /// After a stop. It may have overtaken the commands by which the device gets the VM's log: the VM is told at once
+    /// that its device logs, and may stop before they are answered.
+    fn next_or_unmarked(&self) -> Answered {
+        match self.has_log && self.logs == Some(true) {
+            true => Answered::Next,
+            false => Answered::Unmarked,
+        }
     }
 
     fn started(&mut self, index: u16) -> Answered {

@@ -117,6 +117,32 @@ fn a_disconnect_at_once_overtakes_and_other_answers_are_ignored() {
     assert!(it.is_over());
 }
 
+/// The VM stops while its log is on the way to the endpoint's device.
+#[test]
+fn a_stop_without_the_log_leaves_the_pages_unmarked() {
+    for done in 0..=2 {
+        let mut it = attachment();
+        run(&mut it, true, false);
+        for _ in 0..done {
+            let step = it.next_step(true, true).unwrap();
+            let endpoint = it.endpoint.as_mut().unwrap();
+            let serial = endpoint.begin(step);
+            endpoint.answered(serial, &DeviceReply::Done);
+        }
+        let endpoint = it.endpoint.as_mut().unwrap();
+        let expected = match done {
+            2 => Answered::Next,
+            _ => Answered::Unmarked,
+        };
+        let stop = endpoint.begin(Step::Stop(RX));
+        assert_eq!(endpoint.answered(stop, &DeviceReply::Base(1)), expected);
+        // One that overtakes another command.
+        endpoint.begin(Step::Stop(TX));
+        let disconnect = endpoint.begin(Step::Disconnect);
+        assert_eq!(endpoint.answered(disconnect, &DeviceReply::Done), expected);
+    }
+}
+
 #[test]
 fn a_program_that_writes_delays_the_vm_and_one_that_reads_does_not() {
     for (queue, rest) in [(RX, Rest::Written), (TX, Rest::Done)] {

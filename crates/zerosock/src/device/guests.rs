@@ -22,7 +22,7 @@ use super::guest_commands::queue_config;
 use super::guest_orders::{AttachmentKey, GuestEvent, GuestOrder, GuestReports};
 use super::model::VsockModel;
 use super::state::guests::{Attachment, Checked, End, Endpoint, Guests, PageCheck, Phase, Rest};
-use super::{Context, Device, EVENT};
+use super::{Context, Device};
 use crate::registration::key::Nonce;
 use crate::registration::page_value::PAGE;
 use crate::registration::{Reason, Refusal, Start, Token};
@@ -207,9 +207,8 @@ impl Device {
         };
         let was_stopped = !guests.pause.allows();
         let goes_on = guests.pause.queue_started(index, started);
-        // A driver that starts after a pause that was too long for the connections does not stop the endpoints again.
-        let is_new = guests.phase() == Phase::Stopped && index != EVENT && started.base == 0;
-        if !goes_on || is_new {
+        // Of a queue that starts at 0 after a stop elsewhere, the reset has been reported.
+        if !goes_on {
             guests.set_phase(self.cid, Phase::Reset);
         }
         if guests.pause.is_over() {

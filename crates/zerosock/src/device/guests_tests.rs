@@ -621,6 +621,13 @@ fn stops_and_resets_of_the_vm_are_reported_once() {
     lab.vm = super::test_guest::Guest::on(cid(VM), lab.view(&[0, 1, 2]).1, |_| true);
     lab.resume([0; 3]);
     assert_eq!(next(&mut lab), ["stopped", "reset", "running"]);
+    // A driver of which the event queue starts first, after one that has used it.
+    lab.stop_queue(EVENT);
+    lab.start_queue(EVENT, 1);
+    assert_eq!(next(&mut lab), ["stopped", "reset", "running"]);
+    lab.stop_queue(EVENT);
+    lab.start_queue(EVENT, 0);
+    assert_eq!(next(&mut lab), ["stopped", "reset", "running"]);
     lab.done(DeviceCommand::ResetDevice);
     assert_eq!(next(&mut lab), ["reset"]);
     lab.done(DeviceCommand::Disconnected);

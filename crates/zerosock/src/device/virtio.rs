@@ -24,7 +24,7 @@ use zerosock_virtio::ring::Ring;
 use super::events::{GONE, RESET};
 use super::model::used_pairs;
 use super::state::bridge::{Bridge, BridgePeer};
-use super::state::guests::Pause;
+use super::state::guests::{Pause, Phase};
 use super::{Context, Device, EVENT, RX, Shared, TX, VsockRings};
 use crate::device::state::sibling_message::SiblingMessage;
 
@@ -328,6 +328,9 @@ impl VirtioDevice for Device {
         self.stop.has_ended = false;
         if let Some(guests) = &mut self.guests {
             guests.pause = Pause::default();
+            if self.queues.is_restarting() {
+                guests.set_phase(self.cid, Phase::Reset);
+            }
         }
         if stopped {
             self.reset_used_pairs();

@@ -61,10 +61,6 @@ impl Guests {
         }
     }
 
-    pub(in crate::device) fn phase(&self) -> Phase {
-        self.phase
-    }
-
     /// Reports what the VM does now, if that is something else than before. Queues that stop behind a reset are no pause.
     pub(in crate::device) fn set_phase(&mut self, cid: Cid, phase: Phase) {
         if phase == self.phase || (self.phase, phase) == (Phase::Reset, Phase::Stopped) {

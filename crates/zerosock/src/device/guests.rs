@@ -91,8 +91,16 @@ impl Device {
         device: DeviceAddr,
         token: Token,
     ) -> Result<(), Reason> {
-        if let Some(attachment) = self.attachment(key).filter(|it| it.end.is_none()) {
-            let endpoint = Endpoint::new(device).map_err(|_| Reason::SERVER_FAILED)?;
+        let Some(guests) = &mut self.guests else {
+            return Ok(());
+        };
+        let kick = guests.kick().map_err(|_| Reason::SERVER_FAILED)?;
+        let attachment = guests.attachments.get_mut(&key);
+        if let Some(attachment) = attachment.filter(|it| it.end.is_none()) {
+            let permit = self.account.take_descriptors(Endpoint::DESCRIPTORS);
+            let permit = permit.map_err(|_| Reason::FULL)?;
+            let endpoint =
+                Endpoint::new(device, kick, permit).map_err(|_| Reason::SERVER_FAILED)?;
             attachment.endpoint = Some(endpoint);
             attachment.token = Some(token);
         }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use zerosock_proto::Port;
 use zerosock_proto::wire::vsock::Op;
 use zerosock_ring::DirtyLog;
+use zerosock_sys::account::{Budget, Limits};
 use zerosock_vhost_user::session::{F_LOG_ALL, F_VERSION_1};
 use zerosock_vhost_user::{DeviceCommand, DeviceReply};
 
@@ -597,6 +598,33 @@ fn orders_for_attachments_that_do_not_exist_do_nothing() {
     lab.order_start(&other);
     lab.order(GuestOrder::End { key, reason });
     lab.no_event();
+}
+
+#[test]
+fn the_descriptors_of_an_endpoint_are_charged_to_the_vm() {
+    let mut lab = GuestLab::new();
+    let account = |lab: &mut GuestLab| {
+        let now = lab.worker.clock().now();
+        lab.worker.lend(VM, now).0.unwrap().account.clone()
+    };
+    let before = account(&mut lab).descriptors();
+    let endpoint = lab.accepted(&PAGES);
+    lab.settle();
+    assert_eq!(account(&mut lab).descriptors(), before + 7);
+    let (key, reason) = (endpoint.key, Reason::REQUESTED);
+    lab.order(GuestOrder::End { key, reason });
+    assert_ended(lab.event(), key, reason);
+    assert_eq!(account(&mut lab).descriptors(), before);
+    // One less than it needs.
+    let limits = Limits {
+        descriptors: 6,
+        ..Budget::unlimited().limits()
+    };
+    let now = lab.worker.clock().now();
+    let (device, _) = lab.worker.lend(VM, now);
+    device.unwrap().set_account(Budget::new(limits, 1).account());
+    let endpoint = lab.accepted(&OTHER_PAGES);
+    assert_ended(lab.event(), endpoint.key, Reason::FULL);
 }
 
 /// The time limits of agents do not run while the VM is stopped, and a reset opens a port that was shut.

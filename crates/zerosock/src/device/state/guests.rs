@@ -15,6 +15,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 use zerosock_proto::{Cid, Instant};
 use zerosock_ring::{DirtyLog, Extent, Memory};
+use zerosock_sys::account::Permit;
 use zerosock_sys::notify::ThreadCount;
 use zerosock_vhost_user::DeviceReply;
 use zerosock_virtio::command::QueueStarted;
@@ -41,6 +42,8 @@ pub(crate) struct Guests {
     pub(in crate::device) pause: Pause,
     /// The VM's log of written pages, while it is on.
     pub(in crate::device) log: Option<Arc<DirtyLog>>,
+    /// What the devices of the endpoints watch for kicks. Nothing writes to it: kicks are messages.
+    kick: Option<Arc<OwnedFd>>,
     /// Counts the threads that write to descriptors of the endpoints.
     pub(in crate::device) threads: ThreadCount,
     /// When the timer fires; `None`: it is not set.
@@ -56,9 +59,19 @@ impl Guests {
             attachments: BTreeMap::new(),
             pause: Pause::default(),
             log: None,
+            kick: None,
             threads: ThreadCount::default(),
             wakes_at: None,
         }
+    }
+
+    /// The kick of the endpoints' queues, which is made for the first of them.
+    pub(in crate::device) fn kick(&mut self) -> rustix::io::Result<Arc<OwnedFd>> {
+        let kick = match self.kick.take() {
+            Some(kick) => kick,
+            None => Arc::new(new_eventfd()?),
+        };
+        Ok(Arc::clone(self.kick.insert(kick)))
     }
 
     /// Reports what the VM does now, if that is something else than before. Queues that stop behind a reset are no pause.
@@ -347,6 +360,10 @@ impl Attachment {
     }
 }
 
+fn new_eventfd() -> rustix::io::Result<OwnedFd> {
+    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+}
+
 /// The device of an endpoint, and what it was told.
 #[derive(Debug)]
 pub(crate) struct Endpoint {
@@ -354,8 +371,10 @@ pub(crate) struct Endpoint {
     pub(in crate::device) start: Option<Start>,
     /// Where it notifies its driver, for all queues.
     pub(in crate::device) call: OwnedFd,
-    /// Nothing writes to it: kicks are messages.
-    pub(in crate::device) kick: OwnedFd,
+    /// See [`Guests::kick`].
+    pub(in crate::device) kick: Arc<OwnedFd>,
+    /// For its descriptors.
+    _permit: Permit,
     is_connected: bool,
     has_memory: bool,
     has_log: bool,
@@ -405,13 +424,21 @@ pub(in crate::device) enum Answered {
 }
 
 impl Endpoint {
-    pub(in crate::device) fn new(device: DeviceAddr) -> rustix::io::Result<Endpoint> {
-        let eventfd = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+    /// Descriptors that it has: where it notifies, and for each queue a duplicate of that and of the kick.
+    pub(in crate::device) const DESCRIPTORS: u64 = 1 + 2 * QUEUES.len() as u64;
+
+    /// `permit`: for [`Self::DESCRIPTORS`].
+    pub(in crate::device) fn new(
+        device: DeviceAddr,
+        kick: Arc<OwnedFd>,
+        permit: Permit,
+    ) -> rustix::io::Result<Endpoint> {
         Ok(Endpoint {
             device,
             start: None,
-            call: eventfd()?,
-            kick: eventfd()?,
+            call: new_eventfd()?,
+            kick,
+            _permit: permit,
             is_connected: false,
             has_memory: false,
             has_log: false,

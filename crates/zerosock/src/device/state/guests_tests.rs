@@ -2,6 +2,7 @@
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use zerosock_ring::RegionConfig;
+use zerosock_sys::account::Budget;
 
 use super::*;
 
@@ -23,7 +24,9 @@ fn attachment() -> Attachment {
     let mut attachment = Attachment::new(extents, Nonce([0; 32]), view);
     attachment.check = PageCheck::Done;
     let (worker, number) = (0, 1);
-    let mut endpoint = Endpoint::new(DeviceAddr { worker, number }).unwrap();
+    let kick = Arc::new(new_eventfd().unwrap());
+    let permit = Budget::unlimited().account().take_nothing();
+    let mut endpoint = Endpoint::new(DeviceAddr { worker, number }, kick, permit).unwrap();
     endpoint.start = Some(Start {
         features: 0,
         queue_size: 1,

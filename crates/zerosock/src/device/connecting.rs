@@ -92,13 +92,17 @@ impl GuestBridges<'_, '_> {
 
     /// Refuses a connect after its deadline.
     pub(super) fn connect_timed_out(&mut self, key: u32) {
-        if let Some(BridgePeer::Connecting { deadline, .. }) =
-            self.device.bridges.get(key).map(|j| &j.peer)
-            && *deadline <= self.cx.now
-        {
-            let reason = "no answer before the connect deadline";
-            let refusal = Refusal::new(RefusalCause::Unreachable, reason);
-            self.refuse(key, &refusal);
+        match self.device.bridges.get(key).map(|bridge| &bridge.peer) {
+            Some(BridgePeer::Connecting { deadline, .. }) if *deadline <= self.cx.now => {
+                let reason = "no answer before the connect deadline";
+                let refusal = Refusal::new(RefusalCause::Unreachable, reason);
+                self.refuse(key, &refusal);
+            }
+            Some(BridgePeer::NewDoorbell { deadline }) if *deadline <= self.cx.now => {
+                self.cx.shared.counters.refuse(RefusalCause::Denied);
+                self.reset_bridge(key);
+            }
+            _ => {}
         }
     }
 

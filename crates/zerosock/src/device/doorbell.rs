@@ -6,14 +6,20 @@
 //! # Invariants
 //! - No wake-up is lost: one that finds no credit or no buffer is sent later, and those that follow are part of it.
 //! - No bytes add up in the guest's kernel beyond the limit of packets that the protocol core has for each connection.
+//! - A connection without a token is accepted only while an attachment has an unused one, and is reset at its deadline;
+//!   the oldest is reset when there are too many.
 //! - An endpoint ends with its doorbell, and its doorbell with it.
 
 use arrayvec::ArrayVec;
+use zerosock_proto::Instant;
+use zerosock_proto::vsock::FlowId;
 use zerosock_ring::Memory;
 
+use super::Device;
 use super::guest_orders::AttachmentKey;
 use super::state::bridge::BridgePeer;
 use super::state::flags::Flags;
+use super::state::timers::Timer;
 use super::to_guest::{Fill, ReservedBuffer, reserve_buffers, send_payload};
 use super::virtio::GUEST_CALL;
 use crate::device::guest_bridges::GuestBridges;
@@ -26,7 +32,43 @@ use zerosock_virtio::poller::Interest;
 /// Bytes that the guest may have unread before it is asked whether it has read them.
 const UNREAD: u32 = 64;
 
+/// Connections without a token at once. Any program of the guest can open one, and an agent sends its token at once.
+const NEW_DOORBELLS: usize = 32;
+
+impl Device {
+    /// Whether an attachment has a token that no doorbell has sent.
+    pub(super) fn awaits_doorbell(&self) -> bool {
+        let guests = self.guests.as_ref();
+        guests.is_some_and(|it| it.attachments.values().any(|it| it.token.is_some()))
+    }
+
+    /// A doorbell has sent its token, or is removed before.
+    pub(super) fn doorbell_decided(&mut self, key: u32, deadline: Instant) {
+        self.timers.cancel(deadline, Timer::Connect(key));
+        if let Some(guests) = &mut self.guests {
+            guests.new_doorbells.retain(|new| *new != key);
+        }
+    }
+}
+
 impl GuestBridges<'_, '_> {
+    /// Accepts a connection to the port of doorbells.
+    pub(super) fn accept_doorbell(&mut self, flow: FlowId) {
+        let deadline = self.cx.now + self.cx.shared.limits.connect;
+        let key = self.add_bridge(flow, BridgePeer::NewDoorbell { deadline });
+        self.device.timers.set(deadline, Timer::Connect(key));
+        if let Some(guests) = &mut self.device.guests {
+            guests.new_doorbells.push_back(key);
+            if guests.new_doorbells.len() > NEW_DOORBELLS
+                && let Some(oldest) = guests.new_doorbells.pop_front()
+            {
+                self.cx.shared.counters.refuse(RefusalCause::Limit);
+                self.reset_bridge(oldest);
+            }
+        }
+        self.host_accepted(key);
+    }
+
     /// Handles bytes of the guest, or the end of them.
     pub(super) fn doorbell_rung(&mut self, key: u32) {
         let Some(bridge) = self.device.bridges.get(key) else {
@@ -35,7 +77,7 @@ impl GuestBridges<'_, '_> {
         let (len, has_finished) = (bridge.outbound.len(), bridge.state.has_guest_finished());
         let mut wakes = len > 0;
         let opened = match bridge.peer {
-            BridgePeer::Doorbell(Some(of)) => Some(of),
+            BridgePeer::Doorbell(of) => Some(of),
             _ if len < size_of::<Token>() => None,
             _ => {
                 wakes = len > size_of::<Token>();
@@ -79,6 +121,9 @@ impl GuestBridges<'_, '_> {
     fn open_doorbell(&mut self, key: u32) -> Option<AttachmentKey> {
         self.spill(key, 0);
         let bridge = self.device.bridges.get_mut(key)?;
+        let BridgePeer::NewDoorbell { deadline } = bridge.peer else {
+            return None;
+        };
         let token = Token(*bridge.outbound.overflow().first_chunk()?);
         let guests = self.device.guests.as_mut()?;
         let mut attachments = guests.attachments.iter_mut();
@@ -94,7 +139,8 @@ impl GuestBridges<'_, '_> {
         // It opens one doorbell.
         attachment.token = None;
         attachment.doorbell = Some(key);
-        bridge.peer = BridgePeer::Doorbell(Some(of));
+        bridge.peer = BridgePeer::Doorbell(of);
+        self.device.doorbell_decided(key, deadline);
         // For notifications of before.
         self.ring_doorbell(key);
         Some(of)
@@ -103,7 +149,7 @@ impl GuestBridges<'_, '_> {
     /// Wakes the driver of an endpoint, as soon as the guest takes a byte.
     pub(super) fn ring_doorbell(&mut self, key: u32) {
         if let Some(bridge) = self.device.bridges.get_mut(key)
-            && let BridgePeer::Doorbell(Some(_)) = bridge.peer
+            && let BridgePeer::Doorbell(_) = bridge.peer
         {
             bridge.flags.insert(Flags::READABLE);
             self.device.bridges.enqueue(key);
@@ -118,7 +164,7 @@ impl GuestBridges<'_, '_> {
         ) else {
             return Fill::Idle;
         };
-        let (BridgePeer::Doorbell(Some(_)), Some(flow)) = (&bridge.peer, bridge.flow) else {
+        let (BridgePeer::Doorbell(_), Some(flow)) = (&bridge.peer, bridge.flow) else {
             bridge.flags.remove(Flags::READABLE);
             return Fill::Idle;
         };

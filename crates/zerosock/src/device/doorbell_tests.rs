@@ -4,9 +4,11 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 use zerosock_proto::wire::vsock::{Op, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
 use zerosock_proto::{Address, Port};
+use zerosock_virtio::device::WorkerDevice;
 
 use super::guest_lab::*;
 use super::guest_orders::{GuestEvent, GuestOrder};
@@ -132,9 +134,12 @@ fn a_token_opens_one_doorbell_however_it_is_cut() {
         }
         lab.ring(port, rest);
         lab.woken(port);
-        // Again.
-        lab.open_doorbell(port + 100, &endpoint.token.0);
-        lab.expect(port + 100, Op::Rst);
+        // Again: no attachment waits for one.
+        assert_eq!(connect(&mut lab, port + 100, DOORBELL_PORT), Some(Op::Rst));
+        // Nor is it that of another, which does.
+        let other = lab.accepted(&OTHER_PAGES);
+        lab.open_doorbell(port + 101, &endpoint.token.0);
+        lab.expect(port + 101, Op::Rst);
         let (key, reason) = (endpoint.key, Reason::REQUESTED);
         lab.order(GuestOrder::End { key, reason });
         assert_ends(&mut lab, &endpoint, reason);
@@ -143,7 +148,40 @@ fn a_token_opens_one_doorbell_however_it_is_cut() {
         lab.open_doorbell(port + 200, &endpoint.token.0);
         lab.expect(port + 200, Op::Rst);
         lab.remove_device(key.0 as u32);
+        let key = other.key;
+        lab.order(GuestOrder::End { key, reason });
+        assert_ends(&mut lab, &other, reason);
+        assert_eq!(connect(&mut lab, port + 300, DOORBELL_PORT), Some(Op::Rst));
+        lab.remove_device(key.0 as u32);
     }
+}
+
+/// Any program of the guest can open such connections, and keep them.
+#[test]
+fn connections_without_a_token_are_few_and_do_not_last() {
+    let mut lab = GuestLab::new();
+    let endpoint = lab.accepted(&PAGES);
+    for port in 3000..3032 {
+        assert_eq!(connect(&mut lab, port, DOORBELL_PORT), Some(Op::Response));
+    }
+    lab.settle();
+    assert!((3000..3032).all(|port| lab.take_packet(port).is_none()));
+    // The oldest ones make room.
+    lab.open_doorbell(endpoint.doorbell, &endpoint.token.0);
+    lab.expect(3000, Op::Rst);
+    lab.woken(endpoint.doorbell);
+    // All others at the deadline, an hour later. The doorbell stays.
+    let later = lab.worker.clock().now() + Duration::from_secs(3601);
+    {
+        let (device, mut cx) = lab.worker.lend(VM, later);
+        WorkerDevice::turn(device.unwrap(), &mut cx);
+    }
+    for port in 3001..3032 {
+        lab.expect(port, Op::Rst);
+    }
+    lab.settle();
+    assert!(lab.take_packet(endpoint.doorbell).is_none());
+    lab.no_event();
 }
 
 #[test]

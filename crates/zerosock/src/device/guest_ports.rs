@@ -35,10 +35,16 @@ impl Device {
         socket_type: SocketType,
         cx: &mut Context<'_>,
     ) {
-        let is_permitted = port == DOORBELL_PORT || peer.port < UNPRIVILEGED;
-        if !is_permitted || socket_type != SocketType::Stream {
+        let reason = match port == DOORBELL_PORT {
+            _ if socket_type != SocketType::Stream => Some("it is no stream"),
+            true if !self.awaits_doorbell() => Some("no guest endpoint waits for its doorbell"),
+            false if peer.port >= UNPRIVILEGED => {
+                Some("only processes with a port below 1024 may register guest endpoints")
+            }
+            _ => None,
+        };
+        if let Some(reason) = reason {
             cx.shared.counters.refuse(RefusalCause::Denied);
-            let reason = "only a stream from a port below 1024 may register guest endpoints";
             tracing::debug!(cid = %self.cid, %peer, reason, "connection of the guest refused");
             // Fails if the flow has ended.
             let _ = self.shard.reject(flow);
@@ -49,10 +55,7 @@ impl Device {
             return bridges.cx.shared.counters.refuse(RefusalCause::Limit);
         }
         match port == DOORBELL_PORT {
-            true => {
-                let key = bridges.add_bridge(flow, BridgePeer::Doorbell(None));
-                bridges.host_accepted(key);
-            }
+            true => bridges.accept_doorbell(flow),
             false => bridges.open_registration(flow),
         }
     }

@@ -622,7 +622,9 @@ fn the_descriptors_of_an_endpoint_are_charged_to_the_vm() {
     };
     let now = lab.worker.clock().now();
     let (device, _) = lab.worker.lend(VM, now);
-    device.unwrap().set_account(Budget::new(limits, 1).account());
+    device
+        .unwrap()
+        .set_account(Budget::new(limits, 1).account());
     let endpoint = lab.accepted(&OTHER_PAGES);
     assert_ended(lab.event(), endpoint.key, Reason::FULL);
 }

@@ -282,7 +282,8 @@ impl GuestBridges<'_, '_> {
         bridge.return_chains(&mut self.device.queues.rings.tx, self.cx);
         match &mut bridge.peer {
             BridgePeer::Sibling(sibling) => sibling::return_inbound(sibling, false, self.cx),
-            BridgePeer::Doorbell(Some(of)) => self.device.doorbell_closed(*of, self.cx),
+            BridgePeer::Doorbell(of) => self.device.doorbell_closed(*of, self.cx),
+            BridgePeer::NewDoorbell { deadline } => self.device.doorbell_decided(key, *deadline),
             _ => {}
         }
         self.cx.shared.counters.conns_removed.add(1);

@@ -48,8 +48,10 @@ pub(crate) enum BridgePeer {
     Asked(Option<Peer>),
     /// A sibling.
     Sibling(SiblingPeer),
-    /// The doorbell of this attachment; `None` until its token has arrived.
-    Doorbell(Option<AttachmentKey>),
+    /// A doorbell of which the token has not arrived. It is reset at the deadline.
+    NewDoorbell { deadline: Instant },
+    /// The doorbell of this attachment.
+    Doorbell(AttachmentKey),
 }
 
 /// A sibling as the peer of a bridge.

@@ -7,7 +7,7 @@
 //! - One command at a time is with the device of an endpoint, but for `Disconnect`, which any other may precede.
 //! - An attachment is removed when its device has answered `Disconnected` and nothing else has its memory.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 
@@ -46,6 +46,8 @@ pub(crate) struct Guests {
     kick: Option<Arc<OwnedFd>>,
     /// Counts the threads that write to descriptors of the endpoints.
     pub(in crate::device) threads: ThreadCount,
+    /// The bridges of doorbells without a token, oldest first.
+    pub(in crate::device) new_doorbells: VecDeque<u32>,
     /// When the timer fires; `None`: it is not set.
     pub(in crate::device) wakes_at: Option<Instant>,
 }
@@ -61,6 +63,7 @@ impl Guests {
             log: None,
             kick: None,
             threads: ThreadCount::default(),
+            new_doorbells: VecDeque::new(),
             wakes_at: None,
         }
     }

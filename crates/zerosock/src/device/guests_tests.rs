@@ -581,6 +581,31 @@ fn a_pause_beyond_the_time_limit_ends_nothing() {
     lab.no_event();
 }
 
+/// An attachment that has ended, and of which something still has the memory, does not keep connections open.
+#[test]
+fn connections_end_with_the_time_limit_behind_an_attachment_that_has_ended() {
+    let mut lab = GuestLab::new();
+    let endpoint = lab.endpoint(&PAGES);
+    lab.vm.send(1023, host(REGISTRATION_PORT), Op::Request, 0);
+    lab.expect(1023, Op::Response);
+    let GuestEvent::Stream(stream) = lab.event() else {
+        panic!("no stream");
+    };
+    let now = lab.worker.clock().now();
+    let (device, _) = lab.worker.lend(endpoint.number, now);
+    let held = device.unwrap().queues.memory.clone().unwrap();
+    lab.pause();
+    lab.no_event();
+    let mut byte = [0];
+    let mut ends = || rustix::io::read(&stream, &mut byte) == Ok(0);
+    assert!(!ends());
+    let (key, reason) = (endpoint.key, Reason::REQUESTED);
+    lab.order(GuestOrder::End { key, reason });
+    lab.until("the end of the stream", |_| ends().then_some(()));
+    drop(held);
+    assert_ended(lab.event(), key, reason);
+}
+
 #[test]
 fn orders_for_attachments_that_do_not_exist_do_nothing() {
     let mut lab = GuestLab::new();

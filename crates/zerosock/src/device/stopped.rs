@@ -47,7 +47,8 @@ impl Device {
         }
         self.stop.ends_at = None;
         let guests = self.guests.as_ref();
-        let has_endpoints = guests.is_some_and(|guests| !guests.attachments.is_empty());
+        let has_endpoints =
+            guests.is_some_and(|it| it.attachments.values().any(|it| it.end.is_none()));
         if self.queues.is_command_pending() || has_endpoints {
             // The queue has not stopped yet, or guest endpoints would end with the streams of their agent.
             return self.begin_stop(cx);

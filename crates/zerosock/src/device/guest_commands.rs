@@ -103,8 +103,10 @@ impl Device {
             false => return,
         };
         let at = cx.now + wait;
-        if guests.wakes_at.is_none_or(|earlier| earlier > at) {
-            guests.wakes_at = Some(at);
+        if guests.wakes_at.is_none_or(|current| current > at) {
+            if let Some(later) = guests.wakes_at.replace(at) {
+                self.timers.cancel(later, Timer::Guests);
+            }
             self.timers.set(at, Timer::Guests);
         }
     }

@@ -320,7 +320,9 @@ impl Device {
         let Some(guests) = &mut self.guests else {
             return;
         };
-        guests.wakes_at = None;
+        if guests.wakes_at.take_if(|at| *at <= cx.now).is_none() {
+            return;
+        }
         let mut budget = PAGES_PER_TURN;
         let mut wrong = Vec::new();
         let allows = guests.pause.allows();

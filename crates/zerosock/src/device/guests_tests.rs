@@ -457,6 +457,29 @@ fn an_order_ends_the_endpoint_at_any_stage() {
     }
 }
 
+/// The timer for pages to check replaces that for an attachment that ends.
+#[test]
+fn a_device_has_one_timer_for_its_attachments() {
+    let mut lab = GuestLab::new();
+    let endpoint = lab.endpoint(&PAGES);
+    let now = lab.worker.clock().now();
+    let (device, _) = lab.worker.lend(endpoint.number, now);
+    let held = device.unwrap().queues.memory.clone().unwrap();
+    let (key, reason) = (endpoint.key, Reason::REQUESTED);
+    lab.order(GuestOrder::End { key, reason });
+    for _ in 0..20 {
+        lab.settle();
+        let (other, event) = lab.check(&OTHER_PAGES);
+        assert!(matches!(event, GuestEvent::Checked { result: Ok(_), .. }));
+        let (device, _) = lab.worker.lend(VM, now);
+        assert_eq!(device.unwrap().timers.len(), 1);
+        lab.order(GuestOrder::End { key: other, reason });
+        assert_ended(lab.event(), other, reason);
+    }
+    drop(held);
+    assert_ended(lab.event(), key, reason);
+}
+
 /// Something else that has the memory delays the end.
 #[test]
 fn the_end_is_reported_when_nothing_has_the_memory() {

@@ -3,6 +3,7 @@
 //! Both go through the mailbox of the worker, so they keep their order, also with the devices that the control thread
 //! adds.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -44,13 +45,23 @@ impl ReplyTo {
 }
 
 impl Device {
-    /// Sends what is to be sent next to the devices of the endpoints, and reports attachments that are over.
+    /// Sends what is to be sent next to the devices of all endpoints, and reports attachments that are over.
     pub(super) fn drive_guests(&mut self, cx: &mut Context<'_>) {
+        self.drive_range(AttachmentKey(0)..=AttachmentKey(u64::MAX), cx);
+    }
+
+    /// As [`drive_guests`](Self::drive_guests), for one attachment.
+    pub(super) fn drive_guest(&mut self, key: AttachmentKey, cx: &mut Context<'_>) {
+        self.drive_range(key..=key, cx);
+    }
+
+    fn drive_range(&mut self, keys: RangeInclusive<AttachmentKey>, cx: &mut Context<'_>) {
         let (Some(guests), Some(worker)) = (&mut self.guests, &cx.shared.mailbox) else {
             return;
         };
         let may_run = guests.pause.allows();
-        for (&key, attachment) in &mut guests.attachments {
+        let mut over = Vec::new();
+        for (&key, attachment) in guests.attachments.range_mut(keys.clone()) {
             while let Some(step) = attachment.next_step(may_run, guests.log.is_some()) {
                 let reply = ReplyTo {
                     key,
@@ -62,39 +73,43 @@ impl Device {
                     attachment.end_for(reason);
                 }
             }
+            over.extend(
+                attachment
+                    .end
+                    .filter(|_| attachment.is_over())
+                    .map(|it| (key, it)),
+            );
         }
-        self.report_ended(cx);
+        for (key, end) in over {
+            self.remove_attachment(key, end.reason);
+        }
+        self.set_guest_timer(keys, cx);
     }
 
-    /// Removes attachments that are over, and sets the timer for the others.
-    fn report_ended(&mut self, cx: &mut Context<'_>) {
+    /// Removes an attachment that is over, and reports that.
+    fn remove_attachment(&mut self, key: AttachmentKey, reason: Reason) {
         let Some(guests) = &mut self.guests else {
             return;
         };
-        let (reports, cid) = (&guests.reports, self.cid);
-        guests.attachments.retain(|&key, attachment| {
-            let Some(End { reason, .. }) = attachment.end.filter(|_| attachment.is_over()) else {
-                return true;
-            };
-            let event = match attachment.check {
-                PageCheck::All(_) => GuestEvent::Checked {
-                    key,
-                    result: Err(Refusal::from(reason)),
-                },
-                _ => GuestEvent::Ended { key, reason },
-            };
-            reports.send(cid, event);
-            false
-        });
-        self.set_guest_timer(cx);
+        let Some(attachment) = guests.attachments.remove(&key) else {
+            return;
+        };
+        let event = match attachment.check {
+            PageCheck::All(_) => GuestEvent::Checked {
+                key,
+                result: Err(Refusal::from(reason)),
+            },
+            _ => GuestEvent::Ended { key, reason },
+        };
+        guests.reports.send(self.cid, event);
     }
 
     /// Sets the timer for pages that are to be checked, and for attachments that end.
-    fn set_guest_timer(&mut self, cx: &Context<'_>) {
+    fn set_guest_timer(&mut self, keys: RangeInclusive<AttachmentKey>, cx: &Context<'_>) {
         let Some(guests) = &mut self.guests else {
             return;
         };
-        let mut attachments = guests.attachments.values();
+        let mut attachments = guests.attachments.range(keys).map(|(_, it)| it);
         let checks = |it: &Attachment| it.check != PageCheck::Done && it.end.is_none();
         let wait = match guests.pause.allows() && attachments.clone().any(checks) {
             // In the next turn.
@@ -143,7 +158,7 @@ impl Device {
             }
             Answered::Failed(reason) => return self.end_guest(key, reason, false, cx),
         }
-        self.drive_guests(cx);
+        self.drive_guest(key, cx);
     }
 }
 

@@ -48,7 +48,7 @@ impl Device {
             GuestOrder::Allow(reports) => return self.allow_guests(reports),
         };
         match done {
-            Ok(()) => self.drive_guests(cx),
+            Ok(()) => self.drive_guest(key, cx),
             Err(reason) => self.end_guest(key, reason, false, cx),
         }
     }
@@ -151,16 +151,21 @@ impl Device {
         at_once: bool,
         cx: &mut Context<'_>,
     ) {
+        self.begin_end(key, End { reason, at_once }, cx);
+        self.drive_guest(key, cx);
+    }
+
+    /// Ends an attachment, for which the next command is still to be sent.
+    fn begin_end(&mut self, key: AttachmentKey, new: End, cx: &mut Context<'_>) {
         let Some(attachment) = self.attachment(key) else {
             return;
         };
-        let end = attachment.end.get_or_insert(End { reason, at_once });
-        end.at_once |= at_once;
+        let end = attachment.end.get_or_insert(new);
+        end.at_once |= new.at_once;
         attachment.token = None;
         if let Some(doorbell) = attachment.take_doorbell(cx.poller) {
             self.bridges_with(cx).reset_bridge(doorbell);
         }
-        self.drive_guests(cx);
     }
 
     /// The bridge of the doorbell has been removed.
@@ -255,7 +260,8 @@ impl Device {
             is_elsewhere.then_some(*key)
         });
         for key in replaced.collect::<Vec<_>>() {
-            self.end_guest(key, Reason::MEMORY_CHANGED, true, cx);
+            let (reason, at_once) = (Reason::MEMORY_CHANGED, true);
+            self.begin_end(key, End { reason, at_once }, cx);
         }
         self.continue_guests(cx);
     }
@@ -293,10 +299,15 @@ impl Device {
     }
 
     fn end_all_guests(&mut self, reason: Reason, at_once: bool, cx: &mut Context<'_>) {
-        let keys = self.guests.iter().flat_map(|it| it.attachments.keys());
-        for key in keys.copied().collect::<Vec<_>>() {
-            self.end_guest(key, reason, at_once, cx);
+        let new = End { reason, at_once };
+        // Those that end are told once more only if that is faster.
+        let is_new = |it: &Attachment| it.end.is_none_or(|end| at_once && !end.at_once);
+        let attachments = self.guests.iter().flat_map(|it| &it.attachments);
+        let keys = attachments.filter_map(|(&key, it)| is_new(it).then_some(key));
+        for key in keys.collect::<Vec<_>>() {
+            self.begin_end(key, new, cx);
         }
+        self.drive_guests(cx);
     }
 
     /// The device is removed: its endpoints are disconnected, and nothing is reported.
@@ -341,29 +352,24 @@ impl Device {
             }
         }
         for (key, is_first, page) in wrong {
-            self.page_is_wrong(key, is_first, page, cx);
+            let reason = self.page_is_wrong(is_first, page);
+            let at_once = true;
+            self.begin_end(key, End { reason, at_once }, cx);
         }
         self.drive_guests(cx);
     }
 
-    fn page_is_wrong(
-        &mut self,
-        key: AttachmentKey,
-        is_first: bool,
-        page: u64,
-        cx: &mut Context<'_>,
-    ) {
-        let lost = self.queues.is_memory_lost();
+    /// Warns of a page without its value. Returns why the attachment ends.
+    fn page_is_wrong(&mut self, is_first: bool, page: u64) -> Reason {
         self.warn(&format!(
             "a page of a guest endpoint, at {:#x} of its memory, has not shown its value",
             page * PAGE
         ));
-        let reason = match (lost, is_first) {
+        match (self.queues.is_memory_lost(), is_first) {
             (true, _) => Reason::MEMORY_LOST,
             (false, true) => Reason::FAILED,
             (false, false) => Reason::MEMORY_CHANGED,
-        };
-        self.end_guest(key, reason, true, cx);
+        }
     }
 }
 

@@ -6,8 +6,8 @@
 //!
 //! # Invariants
 //! - Orders and reports for one attachment keep their order.
-//! - Each `Check` is answered by `Checked`, and each attachment that was checked without a fault ends with one `Ended`,
-//!   whatever happens to the VM. Only the removal of the VM's device ends it without.
+//! - Each `Check` for a device that has reported a `Stream` is answered by `Checked`, and each attachment that was
+//!   checked without a fault ends with one `Ended`, whatever happens to the VM. Only the removal of the VM's device ends it without.
 //! - Behind `Ended` nothing of the attachment is in use: not its pages, its endpoint's device, or its token.
 
 use std::fmt;
@@ -30,7 +30,8 @@ pub(crate) struct AttachmentKey(pub(crate) u64);
 #[derive(Debug)]
 pub(crate) enum GuestOrder {
     /// Check that the extents lie in the VM's memory and in no other attachment, and that every page has its value. The
-    /// answer is `Checked`.
+    /// answer is `Checked`. For a device that has reported a [`Stream`](GuestEvent::Stream): one to which guest endpoints
+    /// were never [allowed](Self::Allow) does not answer.
     Check {
         key: AttachmentKey,
         extents: Vec<Extent>,

@@ -10,8 +10,8 @@ use zerosock_proto::wire::vsock::{Op, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
 use zerosock_proto::{Address, Port};
 use zerosock_virtio::device::WorkerDevice;
 
-use super::guest_lab::*;
 use super::guest_orders::{GuestEvent, GuestOrder};
+use super::guest_test_lab::*;
 use super::{DriverKind, test_guest};
 use crate::registration::Reason;
 use crate::registration::{DOORBELL_PORT, REGISTRATION_PORT};

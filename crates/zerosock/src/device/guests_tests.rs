@@ -12,8 +12,8 @@ use zerosock_sys::account::{Budget, Limits};
 use zerosock_vhost_user::session::{F_LOG_ALL, F_VERSION_1};
 use zerosock_vhost_user::{DeviceCommand, DeviceReply};
 
-use super::guest_lab::*;
 use super::guest_orders::{AttachmentKey, GuestEvent, GuestOrder, GuestReports};
+use super::guest_test_lab::*;
 use super::{EVENT, RX, TX, test_guest};
 use crate::registration::key::Nonce;
 use crate::registration::page_value::PAGE;

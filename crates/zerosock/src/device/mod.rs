@@ -61,10 +61,10 @@ mod guest_backlog_random_tests;
 mod guest_backlog_tests;
 mod guest_bridges;
 pub(crate) mod guest_commands;
-#[cfg(test)]
-pub(crate) mod guest_lab;
 pub(crate) mod guest_orders;
 mod guest_ports;
+#[cfg(test)]
+pub(crate) mod guest_test_lab;
 mod guests;
 #[cfg(test)]
 mod guests_tests;

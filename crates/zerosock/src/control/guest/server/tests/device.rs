@@ -29,7 +29,7 @@ use crate::control::config::Reload;
 use crate::control::registry::{DeviceRegistry, RouteEntry};
 use crate::control::reload::{ConfiguredVm, Order, ReloadHandler, VmStage};
 use crate::device::HostAccess;
-use crate::device::guest_lab::{GuestLab, HUGE, PAGES, bytes, fill, host, read, terms};
+use crate::device::guest_test_lab::{GuestLab, HUGE, PAGES, bytes, fill, host, read, terms};
 use crate::device::test_guest::{self, Guest};
 
 /// The guest's port of the doorbell.

@@ -30,8 +30,8 @@ pub(crate) struct AttachmentKey(pub(crate) u64);
 #[derive(Debug)]
 pub(crate) enum GuestOrder {
     /// Check that the extents lie in the VM's memory and in no other attachment, and that every page has its value. The
-    /// answer is `Checked`. For a device that has reported a [`Stream`](GuestEvent::Stream): one to which guest endpoints
-    /// were never [allowed](Self::Allow) does not answer.
+    /// answer is `Checked`. For a device that has reported a [`Stream`](GuestEvent::Stream): one to which guest
+    /// endpoints were never [allowed](Self::Allow) does not answer.
     Check {
         key: AttachmentKey,
         extents: Vec<Extent>,

@@ -76,6 +76,10 @@ impl GuestServer {
         if is_retired || attachments.clone().any(|it| it.id == request.attachment) {
             return Err(Reason::ATTACHMENT_IN_USE);
         }
+        // Access rules name CIDs, so a guest is not to have that of a process which restarts.
+        if request.endpoint.cid.is_some() {
+            return Err(Reason::NOT_PERMITTED);
+        }
         if let Some(name) = &request.endpoint.name {
             if !options.names.contains(name) {
                 return Err(Reason::NOT_PERMITTED);
@@ -88,17 +92,8 @@ impl GuestServer {
         if attachments.count() >= options.most || memory > options.memory {
             return Err(Reason::FULL);
         }
-        match request.endpoint.cid {
-            Some(cid) if !cid.is_guest() || !self.cids.contains(&cid.get()) => {
-                Err(Reason::NOT_PERMITTED)
-            }
-            Some(cid) if registry.contains(cid) => Err(Reason::CID_TAKEN),
-            Some(cid) => Ok(cid),
-            None => {
-                let cid = registry.free_cid(&self.cids, &mut self.next_cid, 0, |_| false);
-                cid.ok_or(Reason::FULL)
-            }
-        }
+        let cid = registry.free_cid(&self.cids, &mut self.next_cid, 0, |_| false);
+        cid.ok_or(Reason::FULL)
     }
 
     /// Lets a VM's device check the pages of the oldest request that waits for it.

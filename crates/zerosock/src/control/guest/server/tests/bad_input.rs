@@ -140,22 +140,21 @@ fn a_second_request_of_an_attachment_is_refused() {
 }
 
 #[test]
-fn what_another_endpoint_has_is_refused_until_it_is_free() {
+fn a_name_that_is_taken_and_any_requested_cid_are_refused() {
     let mut lab = Lab::new();
     let with_cid = |id, cid| {
         let mut request = register(id);
         request.endpoint.cid = Some(Cid::new(cid));
         request
     };
-    let mut first = named(1, "db");
-    first.endpoint.cid = Some(Cid::new(1007));
-    let (mut running, key, cid) = lab.run(first);
-    assert_eq!(cid, Cid::new(1007));
+    let (mut running, key, cid) = lab.run(named(1, "db"));
+    assert!(CIDS.contains(&cid.get()));
     for (request, reason) in [
         (named(2, "db"), Reason::NAME_TAKEN),
         (named(2, "cache"), Reason::NOT_PERMITTED),
-        (with_cid(2, 1007), Reason::CID_TAKEN),
-        // Those of a VM, and one outside of the range.
+        // A CID that is free, that of the endpoint, that of a VM, and one outside of the range.
+        (with_cid(2, 1007), Reason::NOT_PERMITTED),
+        (with_cid(2, cid.get()), Reason::NOT_PERMITTED),
         (with_cid(2, 3), Reason::NOT_PERMITTED),
         (with_cid(2, 1100), Reason::NOT_PERMITTED),
     ] {
@@ -163,13 +162,11 @@ fn what_another_endpoint_has_is_refused_until_it_is_free() {
         agent.send(&Request::Register(request.clone()));
         assert_eq!(lab.last_answer(&mut agent), refused(reason), "{request:?}");
     }
-    assert_eq!(lab.stats().guest_refused_by_limit, 5);
+    assert_eq!(lab.stats().guest_refused_by_limit, 6);
     running.send(&Request::End);
     lab.end_ordered(key);
     lab.last_answer(&mut running);
-    let mut again = named(2, "db");
-    again.endpoint.cid = Some(Cid::new(1007));
-    lab.accept(again);
+    lab.accept(named(2, "db"));
 }
 
 #[test]

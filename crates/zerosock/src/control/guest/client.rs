@@ -31,7 +31,7 @@ use super::wire::{
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RegistrationError {
-    /// The daemon has refused the request, and uses nothing of it.
+    /// The daemon has refused the request. It uses nothing of it, except what an earlier request has given to it.
     #[error("the daemon refuses: {}{}", .0.reason, position(.0))]
     Refused(Refusal),
     /// The daemon has ended the endpoint, and does not touch its pages any more.
@@ -64,7 +64,14 @@ impl RegistrationError {
     /// Whether it tells, as the error of [`Stream::register`], that the daemon does not use the pages.
     pub fn frees_pages(&self) -> bool {
         use RegistrationError::{Ended, Memory, Refused, TooMany};
-        matches!(self, Refused(_) | Ended(_) | Memory | TooMany)
+        match self {
+            // An earlier attachment may have the same pages.
+            Refused(refusal) => {
+                !matches!(refusal.reason, Reason::IN_USE | Reason::ATTACHMENT_IN_USE)
+            }
+            Ended(_) | Memory | TooMany => true,
+            _ => false,
+        }
     }
 }
 

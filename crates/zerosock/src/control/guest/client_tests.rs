@@ -328,6 +328,26 @@ fn a_refusal_is_read_from_a_stream_that_is_closed() {
     assert_eq!(Answer::Refused(got), refusal);
 }
 
+/// A caller gives pages back to its kernel after these only.
+#[test]
+fn refusals_free_pages_unless_an_earlier_attachment_may_have_them() {
+    let refused = |reason: Reason| RegistrationError::Refused(reason.into()).frees_pages();
+    for reason in [Reason::IN_USE, Reason::ATTACHMENT_IN_USE] {
+        assert!(!refused(reason), "{reason}");
+    }
+    for reason in [
+        Reason::FAILED,
+        Reason::FULL,
+        Reason::NOT_PERMITTED,
+        Reason::OUTSIDE,
+    ] {
+        assert!(refused(reason), "{reason}");
+    }
+    assert!(RegistrationError::Ended(Reason::REMOVED).frees_pages());
+    assert!(!RegistrationError::Closed.frees_pages());
+    assert!(!RegistrationError::TimedOut.frees_pages());
+}
+
 #[test]
 fn an_end_of_the_stream_garbage_and_silence_are_errors() {
     let hello = encode_answer(&Answer::Hello(NONCE));

@@ -5,6 +5,8 @@
 //!
 //! - An order is carried out completely or not at all.
 //! - An order is answered when every worker uses the new routes.
+//! - A VM keeps its CID and its device until nothing uses the pages of its guest endpoints: only its device finds that
+//!   out, and its agents may ask for it when the VM is added again.
 //! - Connections are not affected, except those of VMs that are removed.
 
 use std::collections::BTreeMap;
@@ -50,6 +52,8 @@ pub(super) enum VmStage {
     Active,
     /// Its front-end is being disconnected.
     Leaving,
+    /// It has no front-end. Its device stays until nothing uses the pages of its guest endpoints.
+    Ending,
     /// The workers are removing it; the number of the notice.
     Removing(u64),
 }
@@ -279,10 +283,24 @@ impl ReloadHandler {
         );
     }
 
+    /// The configured VM with this number of a front-end. A VM without one has none any more.
     fn cid_of(&self, vm: usize) -> Option<Cid> {
-        let mut vms = self.vms.iter();
+        let mut vms = self.vms.iter().filter(|(_, configured)| {
+            matches!(configured.stage, VmStage::Active | VmStage::Leaving)
+        });
         vms.find(|(_, configured)| configured.vm == vm)
             .map(|(&cid, _)| cid)
+    }
+
+    /// Removes the devices of VMs that have no front-end and no guest endpoints any more.
+    fn remove_ended(&mut self, frontends: &mut FrontendRegistry) {
+        for (&cid, configured) in &mut self.vms {
+            if configured.stage == VmStage::Ending && !self.guests.has_attachments(cid) {
+                let (number, notice) = frontends.notice();
+                configured.stage = VmStage::Removing(number);
+                self.registry.remove(cid, configured.addr, &notice);
+            }
+        }
     }
 }
 
@@ -305,6 +323,7 @@ impl ControlExtension for ReloadHandler {
     fn ready(&mut self, key: u32, flags: EventFlags, frontends: &mut FrontendRegistry) {
         if key >= FIRST_KEY {
             self.with_guests(frontends, |guests, cx| guests.ready(key, cx));
+            self.remove_ended(frontends);
         } else if let Some(server) = &mut self.server {
             server.ready(key, flags, &mut self.registry, frontends);
         }
@@ -323,12 +342,10 @@ impl ControlExtension for ReloadHandler {
             }
             return;
         };
-        let (number, notice) = frontends.notice();
         if let Some(configured) = self.vms.get_mut(&cid) {
-            configured.stage = VmStage::Removing(number);
-            let addr = configured.addr;
-            self.registry.remove(cid, addr, &notice);
+            configured.stage = VmStage::Ending;
         }
+        self.remove_ended(frontends);
     }
 
     fn notice_dropped(&mut self, number: u64, frontends: &mut FrontendRegistry) {
@@ -354,6 +371,7 @@ impl ControlExtension for ReloadHandler {
             tracing::info!(%cid, "VM gone");
         }
         self.with_guests(frontends, |guests, cx| guests.notice_dropped(number, cx));
+        self.remove_ended(frontends);
         if let Some(server) = &mut self.server {
             server.notice_dropped(number, &mut self.registry, frontends);
         }

@@ -7,7 +7,8 @@
 //! # Invariants
 //! - Orders and reports for one attachment keep their order.
 //! - Each `Check` for a device that has reported a `Stream` is answered by `Checked`, and each attachment that was
-//!   checked without a fault ends with one `Ended`, whatever happens to the VM. Only the removal of the VM's device ends it without.
+//!   checked without a fault ends with one `Ended`, whatever happens to the VM. The control thread removes the VM's
+//!   device behind the last of them.
 //! - Behind `Ended` nothing of the attachment is in use: not its pages, its endpoint's device, or its token.
 
 use std::fmt;

@@ -130,16 +130,18 @@ impl GuestServer {
         self.end_attachments(vm, cx);
     }
 
-    /// Every worker has removed the device of the VM.
+    /// Whether the device of a VM may still use pages of an endpoint.
+    pub(crate) fn has_attachments(&self, vm: Cid) -> bool {
+        self.attachments.values().any(|it| it.vm == vm)
+    }
+
+    /// Every worker has removed the device of a VM without attachments.
     pub(crate) fn vm_removed(&mut self, vm: Cid, cx: &mut ControlContext<'_>) {
         // Another VM with this CID is not to get them.
         self.take_reports(cx);
         self.vms.remove(&vm);
         let is_unattached = |state| matches!(state, StreamState::New | StreamState::Delayed(_));
         self.end_streams(vm, is_unattached);
-        for key in self.attachments_of(vm) {
-            self.ended(key, Reason::REMOVED, cx);
-        }
     }
 
     /// Ends streams of a VM in states of this kind.

@@ -490,6 +490,12 @@ impl Agent {
         self.socket.write_all(bytes).unwrap();
     }
 
+    /// Whether no answer has arrived that was not read.
+    pub(super) fn has_no_answer(&mut self) -> bool {
+        let read = self.socket.read(&mut [0; 1]);
+        read.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
+    }
+
     /// Uses another key from now on.
     pub(super) fn set_key(&mut self, key: &GuestKey) {
         self.writer = RequestWriter::new(key, &self.nonce);

@@ -48,7 +48,7 @@ pub(crate) struct DeviceRegistry {
     numbers: Vec<Numbers>,
     routes: Arc<Routes>,
     rules: RuleSet,
-    /// CIDs of VMs that are being removed, and of guest endpoints.
+    /// CIDs of VMs that are being removed, and of processes and guest endpoints until they are removed.
     reserved: BTreeSet<Cid>,
     /// Names of processes, services and guest endpoints, until they are removed.
     names: BTreeSet<Name>,
@@ -84,20 +84,14 @@ impl DeviceRegistry {
         self.routes.contains(cid) || self.reserved.contains(&cid)
     }
 
-    /// A CID of `cids` that no device has, which is not reserved, and not one of the `more` that are `taken` beside:
-    /// `next` or the first behind it, so that CIDs are reused as late as possible.
-    pub(crate) fn free_cid(
-        &self,
-        cids: &RangeInclusive<u32>,
-        next: &mut u32,
-        more: usize,
-        taken: impl Fn(Cid) -> bool,
-    ) -> Option<Cid> {
+    /// A CID of `cids` that no device has and which is not reserved: `next` or the first behind it, so that CIDs are
+    /// reused as late as possible.
+    pub(crate) fn free_cid(&self, cids: &RangeInclusive<u32>, next: &mut u32) -> Option<Cid> {
         let later = (*next).max(*cids.start())..=*cids.end();
         let found = later.chain(cids.clone()).map(Cid::new);
-        let is_free = |cid: &Cid| cid.is_guest() && !self.contains(*cid) && !taken(*cid);
+        let is_free = |cid: &Cid| cid.is_guest() && !self.contains(*cid);
         // Bounds the search: four CIDs are reserved for ever.
-        let most = 2 * (more + self.len()) + 8;
+        let most = 2 * (self.routes.len() + self.reserved.len()) + 8;
         let cid = found.take(most).find(is_free)?;
         *next = cid.get().wrapping_add(1);
         Some(cid)
@@ -126,11 +120,6 @@ impl DeviceRegistry {
     /// The counters of the devices.
     pub(crate) fn traffic(&self) -> &TrafficBoard {
         &self.terms.traffic
-    }
-
-    /// Number of devices with a route plus number of reserved CIDs.
-    pub(crate) fn len(&self) -> usize {
-        self.routes.len() + self.reserved.len()
     }
 
     /// The current routes.

@@ -129,8 +129,8 @@ impl Server {
         self.check_limit(false, uid)?;
         match request.cid {
             Some(cid) => Ok(cid),
-            None => self
-                .any_cid(registry)
+            None => registry
+                .free_cid(&self.config.cids, &mut self.next_cid)
                 .ok_or(Conflict::refused(Status::Full)),
         }
     }
@@ -203,12 +203,6 @@ impl Server {
         frontends: &FrontendRegistry,
     ) -> bool {
         member.stage.is_leaving() || !frontends.has_frontend(vm)
-    }
-
-    pub(super) fn any_cid(&mut self, registry: &DeviceRegistry) -> Option<Cid> {
-        let (cids, members) = (&self.config.cids, self.members.len());
-        let taken = |cid| self.by_cid.contains_key(&cid);
-        registry.free_cid(cids, &mut self.next_cid, members, taken)
     }
 
     /// Makes the member's device and sends it to the workers.
@@ -311,6 +305,7 @@ impl Server {
         match request {
             JoinRequest::Process(_) => {
                 self.by_cid.insert(cid, vm);
+                registry.reserve(cid);
             }
             JoinRequest::Service(request) => self.take_ports(vm, &request.ports),
         }

@@ -322,6 +322,7 @@ impl Server {
         if let Some(member) = self.members.remove(&vm) {
             if member.service.is_none() {
                 self.by_cid.remove(&member.cid);
+                registry.release_cid(member.cid);
             }
             if let Some(name) = &member.name {
                 self.by_name.remove(name);

@@ -92,7 +92,7 @@ impl GuestServer {
         if attachments.count() >= options.most || memory > options.memory {
             return Err(Reason::FULL);
         }
-        let cid = registry.free_cid(&self.cids, &mut self.next_cid, 0, |_| false);
+        let cid = registry.free_cid(&self.cids, &mut self.next_cid);
         cid.ok_or(Reason::FULL)
     }
 

@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
+use std::thread::spawn;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -28,8 +29,9 @@ use super::super::super::wire::{
     decode_answer,
 };
 use super::super::{GuestServer, GuestShare, TimeLimits};
-use crate::control::attach::AttachRequest;
 use crate::control::attach::directory::Directory;
+use crate::control::attach::server::Server;
+use crate::control::attach::{self, AttachConfig, AttachRequest, Attached, Client};
 use crate::control::config::{Reload, ReloadError};
 use crate::control::registry::{DeviceRegistry, RouteEntry};
 use crate::control::reload::{ConfiguredVm, Order, ReloadHandler, VmStage};
@@ -44,6 +46,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub(super) const VM: Cid = Cid::new(3);
 pub(super) const OTHER_VM: Cid = Cid::new(4);
 pub(super) const CIDS: std::ops::RangeInclusive<u32> = 1000..=1099;
+/// The name of the attach socket.
+const ATTACH: &str = "attach";
 pub(super) const HUGE: u64 = Extent::HUGE_PAGE;
 
 pub(super) fn key() -> GuestKey {
@@ -105,7 +109,7 @@ pub(super) struct Lab {
     held: Vec<WorkerMessage>,
     pub(super) holds_routes: bool,
     pub(super) addrs: Vec<DeviceAddr>,
-    _dir: TempDir,
+    dir: TempDir,
 }
 
 impl Lab {
@@ -156,7 +160,10 @@ impl Lab {
             vms.push((cid, ConfiguredVm { vm: n, addr, stage }));
         }
         let vms = vms.into_iter().collect();
-        let (handler, changes) = ReloadHandler::new(registry, None, guests, vms, false);
+        let mut attach = AttachConfig::new(attach::listen(&dir.path().join(ATTACH)).unwrap());
+        attach.cids = CIDS;
+        let server = Some(Server::new(attach, Arc::clone(&directory)).unwrap());
+        let (handler, changes) = ReloadHandler::new(registry, server, guests, vms, false);
         let control = Control::spawn_with(specs, Some(Box::new(handler))).unwrap();
         Lab {
             control: Some(control),
@@ -171,7 +178,7 @@ impl Lab {
             held: Vec::new(),
             holds_routes: false,
             addrs,
-            _dir: dir,
+            dir,
         }
     }
 
@@ -366,6 +373,18 @@ impl Lab {
         self.changes.send(order).unwrap();
         self.control.as_ref().unwrap().wake_extension();
         self.until(|_| answered.try_recv().ok())
+    }
+
+    /// Attaches a process of the host at this CID.
+    pub(super) fn attach(&mut self, cid: Cid) -> Attached {
+        let path = self.dir.path().join(ATTACH);
+        let request = AttachRequest {
+            cid: Some(cid),
+            ..AttachRequest::default()
+        };
+        let process = spawn(move || Client::connect_within(&path, &request, PATIENCE));
+        self.until(|_| process.is_finished().then_some(()));
+        process.join().unwrap().unwrap()
     }
 
     pub(super) fn stats(&self) -> Stats {

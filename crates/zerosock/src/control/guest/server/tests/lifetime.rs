@@ -1,5 +1,7 @@
 //! Ends: the stream closes, the agent asks, the device reports it, at each stage. Queries in between.
 
+use zerosock_proto::Cid;
+
 use super::super::super::wire::{Answer, AttachmentId, Reason, Refusal, Request};
 use super::lab::*;
 use crate::device::guest_orders::{AttachmentKey, GuestEvent, GuestOrder};
@@ -205,4 +207,29 @@ fn a_query_comes_behind_all_streams_that_were_opened_before_it() {
         lab.end_ordered(key);
         lab.await_forgotten(1);
     }
+}
+
+/// Without the reservation the CID would be free as soon as the routes are changed, before every worker has removed the
+/// process.
+#[test]
+fn an_endpoint_does_not_get_the_cid_of_a_process_that_leaves() {
+    let mut lab = Lab::new();
+    let first = Cid::new(*CIDS.start());
+    let process = lab.attach(first);
+    lab.holds_routes = true;
+    drop(process);
+    lab.until(|lab| (lab.removed == lab.added).then_some(()));
+    let (mut agent, key) = lab.check(register(1));
+    lab.holds_routes = false;
+    lab.report(GuestEvent::Checked {
+        key,
+        result: Ok(HUGE),
+    });
+    lab.accept_order(key);
+    let Some(Answer::Accepted { cid, .. }) = lab.answer(&mut agent) else {
+        panic!("not accepted");
+    };
+    assert_eq!(cid.get(), first.get() + 1);
+    // It is free again.
+    lab.attach(first);
 }

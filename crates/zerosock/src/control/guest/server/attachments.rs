@@ -225,7 +225,7 @@ impl GuestServer {
         let (vm, cid, stream) = (attachment.vm, attachment.cid, attachment.stream);
         let memory = attachment.bytes;
         let name = attachment.name.clone();
-        if let Some(suppressed) = self.log.admit(Instant::now()) {
+        if let Some(suppressed) = self.admit_log(vm) {
             let name = name.as_ref().map_or("", Name::as_str);
             tracing::info!(%cid, name, %vm, memory, suppressed, "guest endpoint attached");
         }
@@ -312,7 +312,7 @@ impl GuestServer {
         self.set_limit(stream, None);
         self.directory.guests.remove(key.0);
         cx.registry.remove(cid, addr, &notice);
-        if let Some(suppressed) = self.log.admit(Instant::now()) {
+        if let Some(suppressed) = self.admit_log(vm) {
             tracing::info!(%cid, %vm, suppressed, "guest endpoint gone: {reason}");
         }
     }

@@ -67,7 +67,6 @@ impl GuestServer {
             cids,
             limits,
             directory,
-            log: LogLimit::default(),
         })
     }
 
@@ -83,6 +82,7 @@ impl GuestServer {
             failures: 0,
             next_check: None,
             is_stopped: false,
+            log: LogLimit::default(),
         };
         self.vms.insert(vm, vm_state);
     }
@@ -266,21 +266,29 @@ impl GuestServer {
         let streams = self.streams.iter().filter(|(_, it)| is_over(it.until));
         let late: Vec<u32> = streams.map(|(&key, _)| key).collect();
         for key in late {
-            match self.streams.get(&key).map(|it| it.state) {
-                Some(StreamState::Delayed(refusal)) => self.refuse(key, refusal),
-                Some(StreamState::New | StreamState::Attached(_)) => {
-                    self.warn("guest endpoints: an agent sent no request in time");
+            let Some(stream) = self.streams.get(&key) else {
+                continue;
+            };
+            match stream.state {
+                StreamState::Delayed(refusal) => self.refuse(key, refusal),
+                StreamState::New | StreamState::Attached(_) => {
+                    self.warn(stream.vm, "an agent sent no request in time");
                     self.lose(key, cx);
                 }
-                Some(StreamState::Closing) | None => self.lose(key, cx),
+                StreamState::Closing => self.lose(key, cx),
             }
         }
     }
 
-    /// Logs a fault of a guest, subject to the limit.
-    fn warn(&self, text: &str) {
-        if let Some(suppressed) = self.log.admit(Instant::now()) {
-            tracing::warn!(suppressed, "{text}");
+    /// Whether to log what a VM has caused: as [`LogLimit::admit`], with the limit of the VM.
+    fn admit_log(&self, vm: Cid) -> Option<Option<u64>> {
+        self.vms.get(&vm)?.log.admit(Instant::now())
+    }
+
+    /// Logs a fault of the guest of a VM, subject to the limit.
+    fn warn(&self, vm: Cid, text: &str) {
+        if let Some(suppressed) = self.admit_log(vm) {
+            tracing::warn!(%vm, suppressed, "guest endpoints: {text}");
         }
     }
 }

@@ -78,7 +78,6 @@ pub(crate) struct GuestServer {
     pub(super) next_cid: u32,
     pub(super) limits: TimeLimits,
     pub(super) directory: Arc<Directory>,
-    pub(super) log: LogLimit,
 }
 
 /// What a VM passes on to its endpoints.
@@ -104,6 +103,8 @@ pub(super) struct GuestVm {
     /// No check begins before.
     pub(super) next_check: Option<Instant>,
     pub(super) is_stopped: bool,
+    /// What its guest causes to be logged.
+    pub(super) log: LogLimit,
 }
 
 /// A stream to the registration port of a VM.

@@ -186,9 +186,7 @@ impl GuestServer {
             return;
         };
         let (vm, state) = (stream.vm, stream.state);
-        self.warn(&format!(
-            "guest endpoints of VM {vm}: an agent is refused: {error}"
-        ));
+        self.warn(vm, &format!("an agent is refused: {error}"));
         match state {
             StreamState::Attached(key) => self.end(key, error.refusal().reason, cx),
             _ => self.refuse(key, error.refusal()),
@@ -262,9 +260,8 @@ impl GuestServer {
             _ => GuestRefusal::Bad,
         });
         let Refusal { reason, index } = refusal;
-        self.warn(&format!(
-            "guest endpoints of VM {vm}: an agent is refused: {reason} (extent {index})"
-        ));
+        let text = format!("an agent is refused: {reason} (extent {index})");
+        self.warn(vm, &text);
     }
 
     /// The stream is over: its attachment ends.

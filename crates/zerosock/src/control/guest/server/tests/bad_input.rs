@@ -3,10 +3,11 @@
 use std::time::{Duration, Instant};
 
 use zerosock_proto::Cid;
+use zerosock_virtio::outbox::DeviceAddr;
 
 use super::super::super::key::GuestKey;
 use super::super::super::wire::{Answer, AttachmentId, Reason, Refusal, Request};
-use super::super::TimeLimits;
+use super::super::{GuestServer, TimeLimits};
 use super::lab::*;
 use crate::device::guest_orders::{GuestEvent, GuestOrder};
 
@@ -40,6 +41,21 @@ fn bad_requests_are_refused_and_counted() {
     // The others did not notice.
     running.send(&Request::End);
     assert_eq!(lab.end_ordered(key), Reason::REQUESTED);
+}
+
+/// A guest with many faults does not keep those of another from the log.
+#[test]
+fn the_log_has_a_limit_for_each_vm() {
+    let limits = TimeLimits::default();
+    let mut server = GuestServer::new(CIDS, limits, Default::default()).unwrap();
+    for (number, vm) in (0..).zip([VM, OTHER_VM]) {
+        server.add_vm(vm, share(DeviceAddr { worker: 0, number }));
+    }
+    // The period of the limit may end in between.
+    let admitted = (0..1_000).map_while(|_| server.admit_log(VM));
+    assert!(admitted.count() < 1_000);
+    assert!(server.admit_log(OTHER_VM).is_some());
+    assert!(server.admit_log(Cid::new(5)).is_none(), "not configured");
 }
 
 #[test]

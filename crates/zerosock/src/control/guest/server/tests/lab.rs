@@ -79,6 +79,19 @@ pub(super) fn register(id: u8) -> Register {
     }
 }
 
+/// Of a VM with this device.
+pub(super) fn share(addr: DeviceAddr) -> GuestShare {
+    GuestShare {
+        addr,
+        host: HostAccess::None,
+        buf_alloc: 1 << 16,
+        groups: vec!["default".into()],
+        account: Budget::unlimited().account(),
+        stopped_timeout: None,
+        options: Some(options()),
+    }
+}
+
 pub(super) fn start() -> Start {
     Start {
         features: 0x1_0000_0000,
@@ -134,18 +147,7 @@ impl Lab {
         for (n, cid) in [VM, OTHER_VM].into_iter().enumerate() {
             let addr = registry.assign(cid, RouteEntry::default()).unwrap();
             addrs.push(addr);
-            guests.add_vm(
-                cid,
-                GuestShare {
-                    addr,
-                    host: HostAccess::None,
-                    buf_alloc: 1 << 16,
-                    groups: vec!["default".into()],
-                    account: Budget::unlimited().account(),
-                    stopped_timeout: None,
-                    options: Some(options()),
-                },
-            );
+            guests.add_vm(cid, share(addr));
             let listener = UnixListener::bind(dir.path().join(cid.to_string())).unwrap();
             specs.push(VmSpec {
                 name: format!("vm {cid}"),

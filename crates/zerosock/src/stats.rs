@@ -154,15 +154,8 @@ counters! {
         guest_registered,
         /// Requests for guest endpoints with a page that has not shown its value.
         guest_page_failures,
-        /// Requests for guest endpoints that were refused: the key is wrong, a page has not shown its value, or the port is
-        /// shut after such failures.
-        guest_refused_failed,
-        /// Those beyond what the VM may have, or with a CID, name or number that is taken.
-        guest_refused_by_limit,
-        /// Those that no correct agent sends, and those with pages that no endpoint can have.
-        guest_refused_bad,
-        /// Others: the VM's own device does not run, the option was removed, or the daemon failed.
-        guest_refused_other,
+        /// Requests for guest endpoints, and streams for them, that were refused. The log has the reasons.
+        guest_refused,
         /// Descriptors of peers that were refused and closed: of a kind that no request
         /// accepts, or beyond the peer's [share](crate::daemon::Shares). Includes connections
         /// of host programs beyond the share.

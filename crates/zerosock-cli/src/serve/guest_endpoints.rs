@@ -13,7 +13,7 @@ use crate::{key_file, size};
 /// In the place of a key file: no key.
 const PORT_ONLY: &str = "port-only";
 /// More endpoints than any guest has use of; each has a device.
-const MAX_NUMBER: usize = 1024;
+const MAX_NUMBER: usize = 64;
 
 /// The value of `guest_endpoints`: the key alone, or a table.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq)]

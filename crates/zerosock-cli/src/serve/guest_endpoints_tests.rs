@@ -83,11 +83,11 @@ fn wrong_values_are_named() {
     for (lines, wanted) in [
         (
             format!("{{key: {path}, number: 0}}"),
-            "guest_endpoints 0: give a number of endpoints from 1 to 1024",
+            "guest_endpoints 0: give a number of endpoints from 1 to 64",
         ),
         (
-            format!("{{key: {path}, number: 1025}}"),
-            "guest_endpoints 1025: give a number",
+            format!("{{key: {path}, number: 65}}"),
+            "guest_endpoints 65: give a number",
         ),
         (
             format!("{{key: {path}, memory: 1M}}"),

@@ -133,8 +133,8 @@ impl NewVm {
         }
     }
 
-    /// Takes the host side out, to be called once, and leaves the part for connections of guests. Makes its listeners non-blocking and, where the
-    /// kernel can, makes them refuse descriptors from programs that connect from now on.
+    /// Takes the host side out, to be called once, and leaves the part for connections of guests. Makes its listeners
+    /// non-blocking and, where the kernel can, makes them refuse descriptors from programs that connect from now on.
     fn take_host(&mut self) -> Result<HostAccess, StartError> {
         let outward = self.host.outward();
         let mut host = std::mem::replace(&mut self.host, outward);

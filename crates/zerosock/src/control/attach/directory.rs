@@ -46,15 +46,6 @@ pub struct RegisteredEndpoint {
     pub memory: u64,
 }
 
-/// Classes of refusals of requests for guest endpoints, as the counters distinguish them.
-#[derive(Copy, Clone, Debug)]
-pub(crate) enum GuestRefusal {
-    Failed,
-    ByLimit,
-    Bad,
-    Other,
-}
-
 /// The guest endpoints of a [`Directory`], and the counters of their server. The control thread writes them.
 #[derive(Debug, Default)]
 pub(crate) struct GuestDirectory {
@@ -62,8 +53,7 @@ pub(crate) struct GuestDirectory {
     endpoints: Mutex<BTreeMap<u64, RegisteredEndpoint>>,
     registered: Counter,
     page_failures: Counter,
-    /// Refusals, by the number of the [`GuestRefusal`].
-    refused: [Counter; 4],
+    refused: Counter,
 }
 
 impl GuestDirectory {
@@ -91,21 +81,15 @@ impl GuestDirectory {
         self.page_failures.add(1);
     }
 
-    pub(crate) fn count_refusal(&self, class: GuestRefusal) {
-        if let Some(counter) = self.refused.get(class as usize) {
-            counter.add(1);
-        }
+    pub(crate) fn count_refusal(&self) {
+        self.refused.add(1);
     }
 
     fn add_to(&self, sum: &mut Stats) {
         sum.guest_endpoints += self.lock().len() as u64;
         sum.guest_registered += self.registered.get();
         sum.guest_page_failures += self.page_failures.get();
-        let [failed, by_limit, bad, other] = &self.refused;
-        sum.guest_refused_failed += failed.get();
-        sum.guest_refused_by_limit += by_limit.get();
-        sum.guest_refused_bad += bad.get();
-        sum.guest_refused_other += other.get();
+        sum.guest_refused += self.refused.get();
     }
 }
 

@@ -23,8 +23,6 @@ use super::state::{
     Stage, StreamState,
 };
 
-use crate::control::attach::directory::GuestRefusal;
-
 /// Reads of one stream before other descriptors are polled.
 const BUDGET: usize = 4;
 
@@ -249,16 +247,7 @@ impl GuestServer {
     }
 
     pub(super) fn count_refusal(&self, vm: Cid, refusal: Refusal) {
-        self.directory.guests.count_refusal(match refusal.reason {
-            Reason::FAILED => GuestRefusal::Failed,
-            Reason::NOT_READY | Reason::SERVER_FAILED | Reason::REMOVED => GuestRefusal::Other,
-            Reason::CID_TAKEN
-            | Reason::NAME_TAKEN
-            | Reason::NOT_PERMITTED
-            | Reason::FULL
-            | Reason::ATTACHMENT_IN_USE => GuestRefusal::ByLimit,
-            _ => GuestRefusal::Bad,
-        });
+        self.directory.guests.count_refusal();
         let Refusal { reason, index } = refusal;
         let text = format!("an agent is refused: {reason} (extent {index})");
         self.warn(vm, &text);

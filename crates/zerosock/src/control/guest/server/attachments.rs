@@ -236,7 +236,7 @@ impl GuestServer {
             memory,
         };
         self.directory.guests.insert(key.0, endpoint);
-        let until = self.request_limit(vm);
+        let until = self.limit(vm, self.limits.start);
         self.set_limit(stream, until);
         if let Some(key) = stream {
             self.answer(key, &Answer::Accepted { cid, token }, cx);

@@ -215,15 +215,19 @@ impl GuestServer {
         if let Some(state) = self.vms.get_mut(&vm) {
             state.is_stopped = is_stopped;
         }
-        let until = self.request_limit(vm);
+        let request = self.limit(vm, self.limits.request);
+        let start = self.limit(vm, self.limits.start);
         for stream in self.streams.values_mut().filter(|it| it.vm == vm) {
             let attachment = match stream.state {
+                StreamState::New => {
+                    stream.until = request;
+                    continue;
+                }
                 StreamState::Attached(key) => self.attachments.get(&key),
-                _ => None,
+                StreamState::Delayed(_) | StreamState::Closing => None,
             };
-            let waits_for_start = attachment.is_some_and(|it| it.stage == Stage::Accepted);
-            if waits_for_start || stream.state == StreamState::New {
-                stream.until = until;
+            if attachment.is_some_and(|it| it.stage == Stage::Accepted) {
+                stream.until = start;
             }
         }
     }

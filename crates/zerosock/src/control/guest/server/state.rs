@@ -30,7 +30,7 @@ use crate::routing::name::Name;
 pub(crate) const FIRST_KEY: u32 = 1 << 31;
 /// Pages that have not shown their values, after which the port stays shut until the VM's next reset.
 pub(super) const MAX_FAILURES: u32 = 5;
-/// Limit of streams of one VM that have no attachment.
+/// Limit of streams of one VM that have no attachment. A further one takes the place of one without a valid request.
 pub(super) const MAX_UNATTACHED: usize = 32;
 /// Limit of queries of one VM that are answered while an older stream has sent no request.
 pub(super) const MAX_RETIRED: usize = 64;
@@ -38,9 +38,11 @@ pub(super) const MAX_RETIRED: usize = 64;
 /// The time limits of streams.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct TimeLimits {
-    /// For the first request, and for `Start` behind `Accepted`: the agent writes into each page before the one, and
-    /// clears them all before the other. Does not run while the VM is stopped.
+    /// For the first request: the agent writes into each page before it. Until then any process with a low port could
+    /// be at the other end. Does not run while the VM is stopped.
     pub(crate) request: Duration,
+    /// For `Start` behind `Accepted`: the agent clears all pages before it. Does not run while the VM is stopped.
+    pub(crate) start: Duration,
     /// How long a stream stays open behind its last answer.
     pub(crate) close: Duration,
     /// How long a page that has not shown its value delays the answer and the VM's next check.
@@ -50,7 +52,8 @@ pub(crate) struct TimeLimits {
 impl Default for TimeLimits {
     fn default() -> TimeLimits {
         TimeLimits {
-            request: Duration::from_secs(60),
+            request: Duration::from_secs(10),
+            start: Duration::from_secs(60),
             close: Duration::from_secs(10),
             failure: Duration::from_secs(10),
         }
@@ -115,6 +118,8 @@ pub(super) struct GuestStream {
     pub(super) epoll: Arc<OwnedFd>,
     pub(super) nonce: Nonce,
     pub(super) reader: RequestReader,
+    /// Whether a request with a valid tag has come.
+    pub(super) is_valid: bool,
     /// The beginning of a request, at most [`MAX_REQUEST`](super::super::wire::MAX_REQUEST) bytes.
     pub(super) received: Vec<u8>,
     pub(super) state: StreamState,

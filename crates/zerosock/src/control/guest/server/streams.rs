@@ -2,11 +2,12 @@
 //!
 //! # Invariants
 //! - At most one request of a stream is kept.
+//! - Streams without a valid request keep no agent with the key from a stream.
 //! - A stream with its last answer is read until the agent closes it, for a limited time: closing a socket with unread
 //!   bytes would take the answer from the agent.
 
 use std::io::IoSlice;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
@@ -65,29 +66,36 @@ impl GuestServer {
             epoll: cx.frontends.epoll(),
             nonce,
             reader,
+            is_valid: false,
             received: Vec::new(),
             state: StreamState::New,
-            until: self.request_limit(vm),
+            until: self.limit(vm, self.limits.request),
             retired: Vec::new(),
         };
         self.streams.insert(key, stream);
         self.answer(key, &Answer::Hello(nonce), cx);
     }
 
-    /// Whether a VM may open one more stream.
-    fn admit_stream(&self, vm: Cid) -> Result<(Nonce, RequestReader), Reason> {
+    /// Whether a VM may open one more stream. Makes room for it.
+    fn admit_stream(&mut self, vm: Cid) -> Result<(Nonce, RequestReader), Reason> {
         let state = self.vms.get(&vm).ok_or(Reason::REMOVED)?;
         let options = state.share.options.as_ref().ok_or(Reason::REMOVED)?;
         if state.failures >= MAX_FAILURES {
             return Err(Reason::FAILED);
         }
-        let streams = self.streams.values().filter(|it| it.vm == vm);
-        let unattached = streams.filter(|it| !matches!(it.state, StreamState::Attached(_)));
-        if unattached.count() >= MAX_UNATTACHED {
-            return Err(Reason::FULL);
-        }
         let nonce = Nonce(random().map_err(|_| Reason::SERVER_FAILED)?);
-        Ok((nonce, RequestReader::new(&options.key, &nonce)))
+        let reader = RequestReader::new(&options.key, &nonce);
+        let streams = self.streams.iter().filter(|(_, it)| it.vm == vm);
+        let mut unattached =
+            streams.filter(|(_, it)| !matches!(it.state, StreamState::Attached(_)));
+        if unattached.clone().count() >= MAX_UNATTACHED {
+            // Else a process without the key could keep all places. The keys have the order in which streams were opened.
+            let oldest = unattached.find(|(_, it)| !it.is_valid);
+            let oldest = oldest.map(|(&key, _)| key).ok_or(Reason::FULL)?;
+            self.refuse(oldest, Reason::FULL.into());
+            self.streams.remove(&oldest);
+        }
+        Ok((nonce, reader))
     }
 
     fn free_key(&mut self) -> u32 {
@@ -99,10 +107,10 @@ impl GuestServer {
         }
     }
 
-    /// When a request that an agent of the VM is to send now is late, if it can be.
-    pub(super) fn request_limit(&self, vm: Cid) -> Option<Instant> {
+    /// When a request that an agent of the VM is to send within this time is late, if it can be.
+    pub(super) fn limit(&self, vm: Cid, time: Duration) -> Option<Instant> {
         let is_stopped = self.vms.get(&vm).is_some_and(|it| it.is_stopped);
-        (!is_stopped).then(|| Instant::now() + self.limits.request)
+        (!is_stopped).then(|| Instant::now() + time)
     }
 
     /// Reads and handles requests of a stream.
@@ -148,6 +156,7 @@ impl GuestServer {
             Ok(None) => return false,
             Ok(Some((request, len))) => {
                 stream.received.drain(..len);
+                stream.is_valid = true;
                 self.handle(key, request, cx);
             }
             Err(error) => self.handle_error(key, error, cx),

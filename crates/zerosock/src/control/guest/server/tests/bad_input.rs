@@ -217,11 +217,29 @@ fn a_vm_has_no_more_endpoints_and_memory_than_it_may_have() {
     lab.accept(of(5, 1));
 }
 
+/// Those without a valid request make room, in the order in which they were opened.
 #[test]
 fn streams_without_an_attachment_are_few() {
     let mut lab = Lab::new();
     let (_running, ..) = lab.run(named(1, "db"));
     let mut idle: Vec<_> = (0..32).map(|_| lab.agent()).collect();
+    idle[1].send_bytes(b"zsge");
+    // A refused one that its process keeps open.
+    idle[2].send_bytes(b"GET / HTTP/1.1\r\n\r\n");
+    assert_eq!(lab.last_answer(&mut idle[2]), refused(Reason::BAD_REQUEST));
+    let mut kept = vec![lab.agent(), lab.agent(), lab.agent()];
+    for agent in &mut idle[..2] {
+        assert_eq!(lab.answer(agent), refused(Reason::FULL));
+        assert_eq!(lab.answer(agent), None);
+    }
+    // With a valid request they keep their places.
+    for agent in idle.iter_mut().skip(3).chain(&mut kept) {
+        agent.send(&Request::End);
+        assert_eq!(
+            lab.last_answer(agent),
+            Some(Answer::Ended(Reason::REQUESTED))
+        );
+    }
     let (mut late, first) = lab.connect(VM);
     assert_eq!(first, refused(Reason::FULL));
     assert_eq!(lab.answer(&mut late), None);
@@ -237,6 +255,7 @@ fn streams_without_an_attachment_are_few() {
 fn time_limits_do_not_run_while_the_vm_is_stopped() {
     let limits = TimeLimits {
         request: Duration::from_millis(200),
+        start: Duration::from_millis(200),
         ..TimeLimits::default()
     };
     let mut lab = Lab::with(limits);

@@ -17,7 +17,8 @@ use crate::device::guest_orders::{GuestEvent, GuestOrder};
 fn the_limits_are_those_of_the_documents() {
     let limits = TimeLimits::default();
     assert_eq!(limits.failure.as_secs(), 10);
-    assert_eq!(limits.request.as_secs(), 60);
+    assert_eq!(limits.request.as_secs(), 10);
+    assert_eq!(limits.start.as_secs(), 60);
 }
 
 /// From `Hello` to `Ended`, with what the device is ordered and what others see.

@@ -119,18 +119,6 @@ impl HugeDir {
         }
     }
 
-    /// Opens a file.
-    ///
-    /// # Errors
-    /// Errors of open(2).
-    pub fn open_file(&self, name: &str) -> io::Result<OwnedFd> {
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .open(self.0.join(name));
-        file.map(OwnedFd::from)
-    }
-
     /// Removes a file. Its pages are free when it is not mapped, not open and not pinned.
     ///
     /// # Errors
@@ -230,12 +218,4 @@ impl Drop for HugeMapping {
         // SAFETY: the mapping that `new` made, unmapped once; nothing has a reference to its bytes.
         let _ = unsafe { munmap(self.addr(), self.len) };
     }
-}
-
-/// Frees the pages of a file that others may still have open or mapped. An access of theirs raises SIGBUS then.
-///
-/// # Errors
-/// Errors of ftruncate(2).
-pub fn free_pages(file: impl AsFd) -> io::Result<()> {
-    Ok(rustix::fs::ftruncate(file, 0)?)
 }

@@ -4,6 +4,8 @@
 //! - The pages are pinned by the keeper before the host learns of them. They are unpinned, and the file is removed, when
 //!   the host has told that it does not use them.
 //! - A file is for one client: pages go from one client to the next through the kernel, which clears them.
+//! - The agent never makes a file shorter. A client may still live when its endpoint ends, and have references to the bytes
+//!   of its file: it keeps the pages until it drops its mapping.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -19,7 +21,7 @@ use zerosock::guest::key::GuestKey;
 use zerosock::guest::wire::{AttachmentId, Register};
 use zerosock::guest::{DOORBELL_PORT, REGISTRATION_PORT};
 use zerosock_ring::{MapError, Memory, RegionConfig};
-use zerosock_sys::hugetlbfs::{HugeDir, HugePageError, free_pages};
+use zerosock_sys::hugetlbfs::{HugeDir, HugePageError};
 use zerosock_sys::vsock;
 
 use super::keeper::{Keeper, KeeperError};
@@ -164,13 +166,14 @@ impl Pages {
     }
 
     /// Ends an endpoint, unless the host has, and frees its pages when the host has told that it does not use them.
-    pub(super) fn detach(&self, mut attachment: Attachment, has_ended: bool) {
+    pub(super) fn detach(&self, client: &OwnedFd, mut attachment: Attachment, has_ended: bool) {
+        // The client, which may have copies of both, learns of the end at once: the host may take long to confirm it.
+        let _ = shutdown(&attachment.doorbell, Shutdown::Both);
+        let _ = shutdown(client, Shutdown::Both);
         match has_ended {
             true => self.free(attachment.id),
             false => self.end(attachment.id, &mut attachment.stream),
         }
-        // Clients may have copies of it.
-        let _ = shutdown(&attachment.doorbell, Shutdown::Both);
     }
 
     fn end(&self, id: AttachmentId, stream: &mut Registered) {
@@ -186,16 +189,14 @@ impl Pages {
         }
     }
 
-    /// Frees the pages of an attachment that the host does not use.
+    /// Frees the pages of an attachment that the host does not use. A client that has them mapped keeps them so long.
     fn free(&self, id: AttachmentId) {
         let name = name(id);
         if let Err(error) = self.keeper.unpin(id) {
             warn!(attachment = name, "cannot unpin its pages: {error}");
         }
-        // A client may have the file open: without its name alone the client would keep the pages.
-        let freed = self.dir.open_file(&name).and_then(free_pages);
-        if let Err(error) = freed.and_then(|()| self.dir.remove(&name)) {
-            warn!(attachment = name, "cannot free its pages: {error}");
+        if let Err(error) = self.dir.remove(&name) {
+            warn!(attachment = name, "cannot remove its file: {error}");
         }
     }
 

@@ -87,7 +87,8 @@ impl Agent {
                         }
                         End::Ours(reason) => info!(%cid, pid, "process gone: {reason}"),
                     }
-                    self.pages.detach(attachment, matches!(end, End::Host(_)));
+                    self.pages
+                        .detach(socket, attachment, matches!(end, End::Host(_)));
                     self.attached.fetch_sub(1, Ordering::Relaxed);
                     return;
                 }

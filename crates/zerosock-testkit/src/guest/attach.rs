@@ -3,15 +3,17 @@
 use std::io::{self, IoSlice, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use rustix::event::PollFlags;
+use rustix::fs::{fstat, ftruncate};
 use rustix::net::{RecvFlags, SendFlags, SocketType, recv, send};
 use zerosock::attach::codec::{ANSWER_LEN, Answer, Request, decode_answer, encode_request};
 use zerosock::attach::{AttachRequest, Start, Status};
 use zerosock_ring::Extent;
-use zerosock_sys::{fd_passing, hugetlbfs, socket_path, wait_ready};
+use zerosock_sys::{fd_passing, socket_path, wait_ready};
 
 use super::pages;
 
@@ -29,7 +31,7 @@ pub(super) struct Options {
     /// Frees the pages of its file when the queues run
     #[arg(long)]
     free: bool,
-    /// Stays until the agent closes the connection
+    /// Stays until the agent closes the connection, and looks at its memory when the agent has removed the file
     #[arg(long)]
     stay: bool,
 }
@@ -45,8 +47,9 @@ pub(super) fn run(options: &Options) -> io::Result<()> {
     let Ok([file, doorbell]) = <[OwnedFd; 2]>::try_from(fds) else {
         return Ok(());
     };
-    println!("cid={} memory={}", answer.cid, answer.memory);
-    println!("clear={}", is_clear(&file, answer.memory)?);
+    let len = answer.memory;
+    println!("cid={} memory={len}", answer.cid);
+    println!("clear={}", is_clear(&file, len)?);
     let start = Start {
         features: FEATURES & answer.features,
         queue_size: 256,
@@ -59,12 +62,28 @@ pub(super) fn run(options: &Options) -> io::Result<()> {
         println!("doorbell={}", receive(&doorbell)?);
     }
     if options.free {
-        hugetlbfs::free_pages(&file)?;
+        ftruncate(&file, 0)?;
     }
     if options.stay {
         println!("running");
         io::stdout().flush()?;
         println!("end={} doorbell={}", receive(&socket)?, receive(&doorbell)?);
+        if !options.free {
+            // The name is the last that the agent takes from the file.
+            wait_until_removed(&file)?;
+            println!("kept={}", is_clear(&file, len)?);
+        }
+    }
+    Ok(())
+}
+
+fn wait_until_removed(file: &OwnedFd) -> io::Result<()> {
+    let deadline = Instant::now() + LIMIT;
+    while fstat(file)?.st_nlink > 0 {
+        if Instant::now() > deadline {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        thread::sleep(Duration::from_millis(10));
     }
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! What an agent, and a client that does not behave, do with huge pages, in single steps.
 
+use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -11,7 +12,7 @@ use zerosock::guest::page_value::{PAGE, write_values};
 use zerosock::guest::wire::AttachmentId;
 use zerosock_cli::guest::keeper::Keeper;
 use zerosock_ring::{Memory, RegionConfig};
-use zerosock_sys::hugetlbfs::{HUGE_PAGE, HugeDir, HugeMapping, free_pages};
+use zerosock_sys::hugetlbfs::{HUGE_PAGE, HugeDir, HugeMapping};
 use zerosock_sys::pagemap;
 use zerosock_sys::pin::Pin;
 
@@ -63,9 +64,9 @@ pub(super) fn run(step: Step) -> io::Result<()> {
             Ok(kill_process(getpid(), Signal::KILL)?)
         }
         Step::Free => {
-            let dir = dir()?;
-            free_pages(dir.open_file(NAME)?)?;
-            dir.remove(NAME)
+            let path = Path::new(MOUNT).join(NAME);
+            File::options().write(true).open(path)?.set_len(0)?;
+            dir()?.remove(NAME)
         }
         Step::Take { pages } => {
             let dir = dir()?;

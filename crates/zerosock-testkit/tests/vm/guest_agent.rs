@@ -1,7 +1,8 @@
 //! `zerosock guest` in stock guests, against a stand-in for the daemon that has the two ports of the host and sees the
 //! guest's memory. A client without privileges gets an endpoint on pages that are where the agent says; refusals have
 //! names; the pages stay pinned until the end is confirmed, whatever the client does with its file, and whichever of client,
-//! agent and keeper is killed; the next agent asks before it frees what an earlier one has left.
+//! agent and keeper is killed; a client that outlives its endpoint keeps its memory; the next agent asks before it frees
+//! what an earlier one has left.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -341,7 +342,7 @@ fn keeper_is_killed(host: &StandIn) {
     host.kill("KILL", KEEPER);
     assert_eq!(endpoint.stream.request(), Some(Request::End));
     endpoint.stream.answer(Answer::Ended(Reason::REQUESTED));
-    assert_contains(&text(client), &["end=0 doorbell=0"]);
+    assert_contains(&text(client), &["end=0 doorbell=0", "kept=true"]);
     host.wait_for_end(AGENT);
     host.machine.take_in_time(ALL_PAGES);
 }
@@ -356,7 +357,7 @@ fn agent_is_terminated(host: &StandIn) {
     assert_eq!(endpoint.stream.request(), Some(Request::End));
     host.assert_pinned(&endpoint);
     endpoint.stream.answer(Answer::Ended(Reason::REQUESTED));
-    assert_contains(&text(client), &["end=0 doorbell=0"]);
+    assert_contains(&text(client), &["end=0 doorbell=0", "kept=true"]);
     host.wait_for_end(AGENT);
     host.wait_for_end(KEEPER);
     host.machine.take_in_time(ALL_PAGES);

@@ -9,7 +9,7 @@ use std::ffi::c_void;
 use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 
@@ -22,6 +22,8 @@ pub use crate::memfd::HUGE_PAGE;
 
 /// The type of the file system as statfs(2) gives it.
 const MAGIC: u32 = 0x958458f6;
+/// The inode of the initial PID namespace: PROC_PID_INIT_INO of Linux, the same on each system.
+const INITIAL_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
 
 /// Why there are no huge pages to be had.
 #[derive(Debug, thiserror::Error)]
@@ -46,10 +48,11 @@ pub enum HugePageError {
     /// The mount has pages of another size.
     #[error("{0} is a mount of hugetlbfs with other pages than those of 2 MiB")]
     OtherPages(PathBuf),
-    /// The mounts of this process are not those of the system: its end would take the files with it.
+    /// The mounts of this process are not those of the system, or are those of a container: their end would take the
+    /// files with it.
     #[error(
-        "this process has mounts of its own, and {0} would go with them: run it in the mount namespace of process 1 \
-         (for systemd, without PrivateMounts= and what implies it)"
+        "this process has mounts or processes of its own, and {0} would go with them: run it outside of containers, in \
+         the mount namespace of process 1 (for systemd, without PrivateMounts= and what implies it)"
     )]
     PrivateMounts(PathBuf),
     /// The mount cannot be made: ENODEV where the kernel has no huge pages, EPERM without CAP_SYS_ADMIN.
@@ -77,7 +80,9 @@ impl HugeDir {
     /// See [`HugePageError`].
     pub fn open(path: &Path) -> Result<HugeDir, HugePageError> {
         let dir = path.to_owned();
-        if fs::read_link("/proc/self/ns/mnt")? != fs::read_link("/proc/1/ns/mnt")? {
+        // In a container, even a privileged one, process 1 is that of the container.
+        let initial = fs::metadata("/proc/self/ns/pid")?.ino() == INITIAL_PID_NAMESPACE;
+        if !initial || fs::read_link("/proc/self/ns/mnt")? != fs::read_link("/proc/1/ns/mnt")? {
             return Err(HugePageError::PrivateMounts(dir));
         }
         DirBuilder::new().recursive(true).mode(0o700).create(path)?;

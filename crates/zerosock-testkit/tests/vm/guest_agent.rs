@@ -284,6 +284,13 @@ fn refusals(host: &StandIn) {
         .machine
         .shell("chmod 644 /key; /bin/zerosock guest --key /key; chmod 600 /key");
     assert_contains(&other, &["--key /key", "mode 0644: change it to 0600"]);
+    // As in a privileged container: process 1 there has the same mounts as the agent.
+    let container = "mount -t proc proc /proc; /bin/zerosock guest --key /key; true";
+    let container = format!("/bin/busybox unshare -p -m -f sh -c '{container}'");
+    assert_contains(
+        &host.machine.shell(&container),
+        &["run it outside of containers"],
+    );
     // The host refuses by a reason.
     let client = host.start_client(ATTACH);
     let mut stream = host.stream();

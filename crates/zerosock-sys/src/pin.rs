@@ -33,7 +33,7 @@ pub enum PinError {
 /// The pages of a mapping, pinned until it is dropped.
 pub struct Pin {
     /// Has the pages as its buffers. Nothing is ever submitted.
-    _ring: IoUring,
+    ring: IoUring,
 }
 
 impl std::fmt::Debug for Pin {
@@ -60,6 +60,13 @@ impl Pin {
         // SAFETY: the addresses are those of the mapping during the call, which takes a reference to each page. The
         // kernel uses a buffer later only for requests that name it, and the ring, which is private, never gets any.
         unsafe { submitter.register_buffers(&buffers) }.map_err(PinError::Register)?;
-        Ok(Pin { _ring: ring })
+        Ok(Pin { ring })
+    }
+}
+
+impl Drop for Pin {
+    /// The pages are free when this returns. The kernel ends a ring some time after it is closed.
+    fn drop(&mut self) {
+        let _ = self.ring.submitter().unregister_buffers();
     }
 }

@@ -111,7 +111,8 @@ fn handle(agent: &OwnedFd, pins: &mut HashMap<[u8; 16], Pin>) -> bool {
         _ => return false,
     }
     let id = request.last_chunk::<16>().copied().unwrap_or_default();
-    let done = match (request.first(), fds.pop()) {
+    let op = request.first();
+    let done = match (op, fds.pop()) {
         (Some(&OP_PIN), Some(file)) => pin(&file).map(|(pin, extents)| {
             pins.insert(id, pin);
             extents
@@ -130,7 +131,12 @@ fn handle(agent: &OwnedFd, pins: &mut HashMap<[u8; 16], Pin>) -> bool {
         Err(error) => (FAILED, error.to_string().into_bytes()),
     };
     let answer = [&[first][..], &rest].concat();
-    fd_passing::send(agent, &[IoSlice::new(&answer)], &[]).is_ok()
+    let sent = fd_passing::send(agent, &[IoSlice::new(&answer)], &[]).is_ok();
+    if !sent && op == Some(&OP_PIN) {
+        // The agent, which does not learn of the pin, has not named the pages to the host.
+        pins.remove(&id);
+    }
+    sent
 }
 
 fn pin(file: impl AsFd) -> Result<(Pin, Vec<Extent>), NotPinned> {

@@ -204,6 +204,10 @@ impl Registered {
                 Answer::Started { .. } | Answer::Refused(_) => {}
                 answer => return Err(no_result(answer)),
             }
+            // `receive` waits only when no answer has arrived.
+            if Instant::now() >= deadline {
+                return Err(RegistrationError::TimedOut);
+            }
         }
     }
 

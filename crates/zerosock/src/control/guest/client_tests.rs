@@ -1,5 +1,5 @@
 //! An agent's calls against a stand-in for the daemon at the other end of a pair of sockets: a whole life, answers in
-//! single bytes, every answer in the place of every other one, and ends of the stream.
+//! single bytes, every answer in the place of every other one, answers without end, and ends of the stream.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -311,6 +311,26 @@ fn an_end_is_found_behind_the_answer_to_a_start() {
         drop(endpoint);
         daemon.join().unwrap();
     }
+}
+
+#[test]
+fn an_end_is_not_waited_for_longer_because_other_answers_keep_coming() {
+    let (socket, daemon) = serve(|mut daemon| {
+        daemon.answer(Answer::Hello(NONCE));
+        daemon.request().unwrap();
+        daemon.answer(ACCEPTED);
+        assert_eq!(daemon.request(), Some(Request::End));
+        let flood = encode_answer(&Answer::Started { features: 0 }).repeat(1000);
+        // Until the agent closes the stream.
+        while daemon.socket.write_all(&flood).is_ok() {}
+    });
+    let mut endpoint = registered(socket).unwrap();
+    let soon = Instant::now() + Duration::from_millis(100);
+    let error = endpoint.end(soon).unwrap_err();
+    assert!(matches!(error, RegistrationError::TimedOut), "{error}");
+    assert!(Instant::now() >= soon);
+    drop(endpoint);
+    daemon.join().unwrap();
 }
 
 #[test]

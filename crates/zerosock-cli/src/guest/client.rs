@@ -142,6 +142,7 @@ impl Agent {
         if answer(socket, &granted, &fds).is_err() {
             return End::Ours("it does not take its answer");
         }
+        // Until its queues are started once.
         let mut until = Some(Instant::now() + START);
         loop {
             match self.wait(socket, Some(attachment.stream.as_fd()), until) {
@@ -159,14 +160,17 @@ impl Agent {
                     let Some(bytes) = receive(socket) else {
                         return End::Ours("it closed its connection");
                     };
-                    let reply = match (decode_request(&bytes), until.take()) {
-                        (Ok(Request::Start(start)), Some(_)) => match self.start(attachment, start)
-                        {
-                            Ok(reply) => reply,
-                            Err(end) => return end,
-                        },
-                        (Err(refusal), _) => refusal,
-                        _ => Answer::refusal(Status::BadRequest, VERSION),
+                    let reply = match decode_request(&bytes) {
+                        Ok(Request::Start(start)) if until.take().is_some() => {
+                            match self.start(attachment, start) {
+                                Ok(reply) => reply,
+                                Err(end) => return end,
+                            }
+                        }
+                        // The protocol with the host has no names of others.
+                        Ok(Request::Resolve(_)) => Answer::refusal(Status::UnknownName, VERSION),
+                        Ok(_) => Answer::refusal(Status::BadRequest, VERSION),
+                        Err(refusal) => refusal,
                     };
                     if answer(socket, &reply, &[]).is_err() {
                         return End::Ours("it does not take its answer");
@@ -223,6 +227,8 @@ impl Agent {
             (Some(true), _) => Event::Stop,
             // What the host says comes first: the client may have left because of it.
             _ if ready.next() == Some(true) => Event::Host,
+            // Other requests do not prolong the wait for the one that counts.
+            _ if until.is_some_and(|at| Instant::now() >= at) => Event::TimeIsUp,
             _ => Event::Client,
         }
     }

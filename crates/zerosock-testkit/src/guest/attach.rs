@@ -47,16 +47,22 @@ pub(super) fn run(options: &Options) -> io::Result<()> {
     let Ok([file, doorbell]) = <[OwnedFd; 2]>::try_from(fds) else {
         return Ok(());
     };
-    let len = answer.memory;
+    let (len, offered) = (answer.memory, answer.features);
     println!("cid={} memory={len}", answer.cid);
     println!("clear={}", is_clear(&file, len)?);
+    // Takes nothing from the start.
+    let name = "web".parse().map_err(io::Error::other)?;
+    let (answer, _) = ask(&socket, &Request::Resolve(name))?;
+    println!("resolve={:?}", answer.status);
     let start = Start {
-        features: FEATURES & answer.features,
+        features: FEATURES & offered,
         queue_size: 256,
         rings: [0, 0x4000, 0x8000],
     };
     let (answer, _) = ask(&socket, &Request::Start(start))?;
     println!("start={:?} features={:#x}", answer.status, answer.features);
+    let (second, _) = ask(&socket, &Request::Start(start))?;
+    println!("again={:?}", second.status);
     if answer.status == Status::Ok {
         send(&doorbell, b"k", SendFlags::NOSIGNAL)?;
         println!("doorbell={}", receive(&doorbell)?);

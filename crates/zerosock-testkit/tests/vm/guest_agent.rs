@@ -311,7 +311,13 @@ fn client_frees_its_file(host: &StandIn) {
         &text,
         &["attach=Ok", "cid=1073741831 memory=4194304", "clear=true"],
     );
-    assert_contains(&text, &["start=Ok features=0x100000001", "doorbell=1"]);
+    let lines = [
+        "resolve=UnknownName",
+        "start=Ok features=0x100000001",
+        "again=BadRequest",
+        "doorbell=1",
+    ];
+    assert_contains(&text, &lines);
     host.assert_pinned(&endpoint);
     endpoint.stream.answer(Answer::Ended(Reason::REQUESTED));
     assert_eq!(endpoint.stream.request(), None);

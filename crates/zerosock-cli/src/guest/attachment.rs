@@ -203,41 +203,53 @@ impl Pages {
     /// Frees the pages of an attachment when the host tells that it does not use them. Gives up when the agent stops:
     /// the file stays for the next agent.
     fn free_later(&self, id: AttachmentId) {
+        self.free_all_later(vec![id]);
+    }
+
+    /// Frees the pages of attachments of earlier agents. Returns when all are free, or when the agent stops.
+    pub(super) fn recover(&self, names: Vec<String>) {
+        let mut ids = Vec::new();
+        for name in names {
+            match id(&name) {
+                Some(id) => {
+                    info!(attachment = name, "an earlier agent has left it");
+                    ids.push(id);
+                }
+                None => warn!(name, "a file that is no attachment is left alone"),
+            }
+        }
+        self.free_all_later(ids);
+    }
+
+    /// [`free_later`](Self::free_later) for several: one that stays in use does not keep the pages of the others.
+    fn free_all_later(&self, mut ids: Vec<AttachmentId>) {
         let mut last = String::new();
         loop {
-            let stream = self.open_stream();
-            let known = stream.and_then(|stream| Ok(stream.query(id, deadline(REQUEST))?));
-            match known {
-                Ok(false) => return self.free(id),
-                Ok(true) => {}
-                Err(error) => {
-                    let text = error.to_string();
-                    if text != last {
-                        warn!(attachment = name(id), "the host may use its pages: {text}");
-                        last = text;
-                    }
+            ids.retain(|&id| {
+                let stays = self.stop.wait(Duration::ZERO) || self.is_in_use(id, &mut last);
+                if !stays {
+                    self.free(id);
                 }
-            }
-            if self.stop.wait(ASK_AGAIN) {
+                stays
+            });
+            if ids.is_empty() || self.stop.wait(ASK_AGAIN) {
                 return;
             }
         }
     }
 
-    /// Frees the pages of attachments of earlier agents. Returns when all are free, or when the agent stops.
-    pub(super) fn recover(&self, names: Vec<String>) {
-        for name in names {
-            match id(&name) {
-                Some(id) => {
-                    info!(attachment = name, "an earlier agent has left it");
-                    self.free_later(id);
-                }
-                None => warn!(name, "a file that is no attachment is left alone"),
+    /// Whether the host may use the pages of an attachment. `last` is the last error in the log.
+    fn is_in_use(&self, id: AttachmentId, last: &mut String) -> bool {
+        let stream = self.open_stream();
+        let known = stream.and_then(|stream| Ok(stream.query(id, deadline(REQUEST))?));
+        known.unwrap_or_else(|error| {
+            let text = error.to_string();
+            if text != *last {
+                warn!(attachment = name(id), "the host may use its pages: {text}");
+                *last = text;
             }
-            if self.stop.wait(Duration::ZERO) {
-                return;
-            }
-        }
+            true
+        })
     }
 }
 

@@ -211,18 +211,29 @@ impl StandIn {
         }
     }
 
-    /// The guest's kernel gives the pages of an endpoint to nothing else, and they are where they were.
-    fn assert_pinned(&self, endpoint: &Registered) {
+    /// The guest's kernel gives the pages of endpoints to nothing else, and they are where they were.
+    fn assert_pinned(&self, endpoints: &[&Registered]) {
         let text = self.machine.pages(&format!("take --pages {ALL_PAGES}"));
-        let free = ALL_PAGES - PAGES;
+        let free = ALL_PAGES - PAGES * endpoints.len() as u64;
         assert!(
             text.contains(&format!("{free} of {ALL_PAGES} are free")),
             "{text}"
         );
         let pages = (1..=PAGES).map(|huge| huge * HUGE / PAGE - 1);
         for page in pages {
-            let wrong = find_wrong_page(&endpoint.view, &NONCE, page..page + 1);
-            assert_eq!(wrong, None);
+            for endpoint in endpoints {
+                let wrong = find_wrong_page(&endpoint.view, &NONCE, page..page + 1);
+                assert_eq!(wrong, None);
+            }
+        }
+    }
+
+    /// The attachment that an agent asks for on the next stream.
+    fn query(&self) -> (Stream, AttachmentId) {
+        let mut stream = self.stream();
+        match stream.request() {
+            Some(Request::Query(id)) => (stream, id),
+            other => panic!("not a query: {other:?}"),
         }
     }
 }
@@ -318,7 +329,7 @@ fn client_frees_its_file(host: &StandIn) {
         "doorbell=1",
     ];
     assert_contains(&text, &lines);
-    host.assert_pinned(&endpoint);
+    host.assert_pinned(&[&endpoint]);
     endpoint.stream.answer(Answer::Ended(Reason::REQUESTED));
     assert_eq!(endpoint.stream.request(), None);
     assert_eq!(endpoint.doorbell.read(&mut [0; 1]).unwrap_or(0), 0);
@@ -326,24 +337,38 @@ fn client_frees_its_file(host: &StandIn) {
 }
 
 fn agent_is_killed(host: &StandIn) {
-    let client = host.start_client(&format!("{ATTACH} --free --stay"));
-    let mut endpoint = host.endpoint();
+    let attach = || {
+        let client = host.start_client(&format!("{ATTACH} --free --stay"));
+        (client, host.endpoint())
+    };
+    let (one, two) = (attach(), attach());
     host.kill("KILL", AGENT);
-    assert_eq!(endpoint.stream.request(), None);
-    host.assert_pinned(&endpoint);
-    // The client learns of it, and the host closes the doorbell, of which the client has a copy.
-    drop(endpoint.doorbell.shutdown(std::net::Shutdown::Both));
-    assert_contains(&text(client), &["end=0 doorbell=0"]);
-    host.assert_pinned(&endpoint);
-
-    // The next agent asks until the host does not use the pages.
-    host.start_agent();
-    for known in [true, false] {
-        let mut stream = host.stream();
-        assert_eq!(stream.request(), Some(Request::Query(endpoint.id)));
-        host.assert_pinned(&endpoint);
-        stream.answer(Answer::Known(known));
+    let mut endpoints = Vec::new();
+    for (client, mut endpoint) in [one, two] {
+        assert_eq!(endpoint.stream.request(), None);
+        // The client learns of it, and the host closes the doorbell, of which the client has a copy.
+        drop(endpoint.doorbell.shutdown(std::net::Shutdown::Both));
+        assert_contains(&text(client), &["end=0 doorbell=0"]);
+        endpoints.push(endpoint);
     }
+    let [one, two] = &endpoints[..] else {
+        unreachable!()
+    };
+    host.assert_pinned(&[one, two]);
+
+    // The next agent asks for both, whether or not the first is in use, and again until the host does not use the pages.
+    host.start_agent();
+    let (mut stream, first) = host.query();
+    host.assert_pinned(&[one, two]);
+    stream.answer(Answer::Known(true));
+    let (mut stream, second) = host.query();
+    stream.answer(Answer::Known(false));
+    let (mut stream, third) = host.query();
+    assert!(second != first && third == first);
+    let held = if first == one.id { one } else { two };
+    assert_eq!(first, held.id);
+    host.assert_pinned(&[held]);
+    stream.answer(Answer::Known(false));
     host.machine.take_in_time(ALL_PAGES);
 }
 
@@ -368,7 +393,7 @@ fn agent_is_terminated(host: &StandIn) {
     let mut endpoint = host.endpoint();
     host.kill("TERM", AGENT);
     assert_eq!(endpoint.stream.request(), Some(Request::End));
-    host.assert_pinned(&endpoint);
+    host.assert_pinned(&[&endpoint]);
     endpoint.stream.answer(Answer::Ended(Reason::REQUESTED));
     assert_contains(&text(client), &["end=0 doorbell=0", "kept=true"]);
     host.wait_for_end(AGENT);

@@ -83,9 +83,12 @@ pub enum AttachError {
         /// The server's.
         server: (u16, u16),
     },
-    /// Our user may not attach, or may not attach as a service.
-    #[error("user {} may not attach here; add --attach-uid {0} to the server, for a service --service-uid {0}", 
-        rustix::process::geteuid().as_raw())]
+    /// Our user may not attach, or may not attach as a service; in a guest, the host may not allow the name or CID.
+    #[error(
+        "user {} may not attach here; add --attach-uid {0} to the server, for a service --service-uid {0}; or, in a \
+         guest, the host does not allow its VM this name or CID: see `names` of `guest_endpoints`",
+        rustix::process::geteuid().as_raw()
+    )]
     NotPermitted,
     /// The port belongs to a service, possibly this one.
     #[error("port {0} of the host is taken")]

@@ -94,7 +94,7 @@ impl GuestOptions {
                 bytes: None,
             },
             _ => {
-                let read = key_file::read(&key);
+                let read = key_file::read(&key, PORT_ONLY);
                 let (key, bytes) = read.map_err(|fix| wrong(&key.display(), fix))?;
                 let bytes = Some(bytes);
                 Key { key, bytes }

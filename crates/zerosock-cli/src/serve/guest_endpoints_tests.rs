@@ -117,7 +117,7 @@ fn wrong_values_are_named() {
 
 #[test]
 fn a_key_file_is_private_and_has_a_key() {
-    let fix = |path: &Path| key_file::read(path).unwrap_err();
+    let fix = |path: &Path| key_file::read(path, "port-only").unwrap_err();
     for mode in [0o640, 0o604, 0o660, 0o601, 0o777] {
         let (_dir, path) = file_with_key(KEY, mode);
         assert_eq!(
@@ -127,7 +127,7 @@ fn a_key_file_is_private_and_has_a_key() {
     }
     for mode in [0o600, 0o400] {
         let (_dir, path) = file_with_key(KEY, mode);
-        assert!(key_file::read(&path).is_ok(), "{mode:o}");
+        assert!(key_file::read(&path, "port-only").is_ok(), "{mode:o}");
     }
     for (bytes, wanted) in [
         (
@@ -142,7 +142,16 @@ fn a_key_file_is_private_and_has_a_key() {
         let said = fix(&path);
         assert!(said.starts_with(wanted), "{said}");
     }
-    let (dir, _path) = file_with_key(KEY, 0o600);
+    let (dir, path) = file_with_key(KEY, 0o600);
+    // A link to a key is as good as the key.
+    let link = dir.path().join("link");
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    assert!(key_file::read(&link, "port-only").is_ok());
+    if std::os::unix::fs::chown(&path, Some(1234), None).is_ok() {
+        assert!(fix(&link).starts_with("user 1234 owns the file"));
+    } else {
+        println!("SKIPPED: only root gives a file to another user");
+    }
     assert!(fix(dir.path()).starts_with("not a regular file; give the path"));
     // Opening it would wait for a writer.
     let fifo = dir.path().join("fifo");

@@ -1,6 +1,8 @@
 //! A driver on memory that it was given, as in a guest: it creates no memory and has no vhost-user connection. Its caller
 //! passes the request that starts the queues to the device.
 
+use std::sync::atomic::AtomicBool;
+
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_vhost_user::frontend::{Plan, SharedMemory};
 
@@ -65,7 +67,7 @@ impl Driver {
             queue_size: config.queue_size,
             rings: [0, 1, 2].map(|queue| arena.0.rings.get(queue).map_or(0, |ring| ring.desc)),
         };
-        let doorbell = Doorbell::Stream(device.doorbell);
+        let doorbell = Doorbell::Stream(device.doorbell, AtomicBool::default());
         Ok((Driver::over(config, link, arena, doorbell)?, start))
     }
 }

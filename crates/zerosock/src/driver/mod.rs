@@ -377,6 +377,7 @@ impl Driver {
         self.armed = true;
         // Slots that the device has returned already cause no notification.
         let mut more = self.collect_consumed_datagrams() | self.has_core_events();
+        more |= self.doorbell.has_unsent_kick();
         more |= self.event_queue.request_notifications(true);
         for id in self.store.queue_pairs.ids() {
             let blocked = self.is_blocked(id);

@@ -3,6 +3,7 @@
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use zerosock_proto::vsock::QueuePairs;
@@ -100,7 +101,10 @@ fn by_eventfds(socket: UnixStream, pairs: QueuePairs) -> (LinkControl, Doorbell)
 }
 
 fn by_stream(socket: UnixStream, _: QueuePairs) -> (LinkControl, Doorbell) {
-    (LinkControl::Guest, Doorbell::Stream(socket.into()))
+    (
+        LinkControl::Guest,
+        Doorbell::Stream(socket.into(), AtomicBool::default()),
+    )
 }
 
 fn build(

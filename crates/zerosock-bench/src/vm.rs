@@ -5,6 +5,8 @@
 //! - The guest boots once. In `rx` it stays on the sender's core, this process on the receiver's.
 //! - What the machine lacks is reported as a reason; no row is left out.
 
+mod endpoint;
+
 use std::cell::Cell;
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -13,6 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
+use zerosock::daemon::{GuestEndpoints, GuestKey};
 use zerosock::vsock::{Host, Listener, Stream};
 use zerosock::{Cid, Port};
 use zerosock_cli::vm::accel::Choice;
@@ -26,7 +29,7 @@ use zerosock_testkit::remote::{Guest, Pending};
 use crate::binary::WORKER;
 use crate::image::{Image, short_dir};
 use crate::pair::Cores;
-use crate::peers::ours::{Ours, WINDOW};
+use crate::peers::ours::{self, Ours, WINDOW};
 use crate::peers::{dequeue, vsock as guest_side};
 use crate::processes::own_cpu_time;
 use crate::report::line;
@@ -52,6 +55,40 @@ pub(crate) enum Sending {
     Loan,
 }
 
+/// What a program of the guest uses.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Side {
+    /// Its kernel's AF_VSOCK.
+    Kernel,
+    /// An endpoint on pages of the guest.
+    Endpoint,
+}
+
+impl Side {
+    /// For the tables.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Side::Kernel => "kernel",
+            Side::Endpoint => "endpoint",
+        }
+    }
+
+    /// The order of the program; `how` an endpoint receives.
+    fn order(self, order: &Order, job: Job, how: Option<&str>) -> Order {
+        let (peer, how) = match self {
+            Side::Kernel => (guest_side::NAME, None),
+            Side::Endpoint => (ours::IN_GUEST, how.map(str::to_owned)),
+        };
+        Order {
+            peer: peer.to_owned(),
+            job,
+            place: endpoint::SOCKET.to_owned(),
+            how,
+            ..order.clone()
+        }
+    }
+}
+
 /// Result of one measurement.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Figures {
@@ -59,6 +96,18 @@ pub(crate) struct Figures {
     pub(crate) outcome: Outcome,
     /// CPU time of the host's thread for each piece, in nanoseconds, when the host sends.
     pub(crate) sender_cpu: Option<f64>,
+    /// CPU time of the guest for each piece, in nanoseconds, where it was measured.
+    pub(crate) guest_cpu: Option<f64>,
+}
+
+impl Figures {
+    fn of(outcome: Outcome) -> Figures {
+        Figures {
+            outcome,
+            sender_cpu: None,
+            guest_cpu: None,
+        }
+    }
 }
 
 /// What a guest has.
@@ -68,6 +117,8 @@ pub(crate) struct Setup {
     cpus: u32,
     /// It has socat, vsock on the loopback CID, and a loopback device for its sockets.
     relays: bool,
+    /// Its programs may have endpoints on its pages.
+    endpoints: bool,
 }
 
 impl Setup {
@@ -77,6 +128,7 @@ impl Setup {
             cores,
             cpus: 1,
             relays: false,
+            endpoints: true,
         }
     }
 
@@ -85,6 +137,7 @@ impl Setup {
         cores: Cores::ANY,
         cpus: 2,
         relays: true,
+        endpoints: false,
     };
 }
 
@@ -130,6 +183,8 @@ impl Relayed {
 pub(crate) struct Vm {
     /// Why there is no socat in the guest.
     socat: Option<String>,
+    /// Why programs of the guest have no endpoints.
+    no_endpoints: Option<String>,
     guest: Guest,
     host: Host,
     ports: Cell<u32>,
@@ -155,21 +210,27 @@ impl Vm {
         })?;
         let dir = short_dir()?;
         let socket = dir.path().join("vhost");
-        let host = Host::builder()
-            .vm(Cid::new(CID), &socket)
-            .window(WINDOW)
-            .start()
-            .map_err(line)?;
+        let mut host = Host::builder().vm(Cid::new(CID), &socket).window(WINDOW);
+        if setup.endpoints {
+            let key = GuestKey::new(endpoint::KEY.as_bytes()).map_err(line)?;
+            host = host.guest_endpoints(Cid::new(CID), GuestEndpoints::new(key));
+        }
+        let host = host.start().map_err(line)?;
         eprintln!("booting Linux {} under QEMU", image.kernel.release);
         // All threads of QEMU inherit the affinity of the one started here.
         worker::pin(cores.sender)?;
-        let machine = qemu::device(MEMORY_MIB, qemu::VSOCK, &socket);
+        let mut machine = qemu::device(MEMORY_MIB, qemu::VSOCK, &socket);
+        if setup.endpoints {
+            // QEMU emulates the instructions slowly by which the kernel copies then.
+            machine.extend(["-cpu", "max,-erms,-fsrm"].map(str::to_owned));
+        }
         let guest = driving(&host, || {
             image.boot(setup.cpus, machine, dir.path(), Choice::Auto)
         });
         worker::pin(cores.receiver)?;
-        let vm = Vm {
+        let mut vm = Vm {
             socat,
+            no_endpoints: None,
             guest: guest?,
             host,
             ports: Cell::new(1000),
@@ -182,12 +243,20 @@ impl Vm {
                 return Err(format!("the guest's loopback device: {text:?}"));
             }
         }
+        if setup.endpoints {
+            vm.no_endpoints = vm.start_agent().err();
+        }
         Ok(vm)
     }
 
     /// Why the guest has no socat; `None`: it has.
     pub(crate) fn socat(&self) -> Option<&str> {
         self.socat.as_deref()
+    }
+
+    /// Why programs of the guest have no endpoints; `None`: they may have.
+    pub(crate) fn no_endpoints(&self) -> Option<&str> {
+        self.no_endpoints.as_deref()
     }
 
     /// Description for the tables.
@@ -300,62 +369,84 @@ impl Vm {
     pub(crate) fn describe(&self) -> String {
         format!(
             "VM: a guest with Linux {} and one processor under {}, on the sender's core; a program \
-             in it sends and receives by its kernel's sockets. The host is this process. A VM is \
-             not trusted: what lies in its memory is read and written by way of 8 KiB.",
+             in it sends and receives by its kernel's sockets, or on pages of its own (\"endpoint\"). \
+             The host is this process. A VM is not trusted: what lies in its memory is read and \
+             written by way of 8 KiB.",
             self.guest.release, self.guest.accel
         )
     }
 
-    /// The guest's program sends, the host dequeues.
-    pub(crate) fn to_host(&self, order: &Order, how: &str) -> Result<Figures, Fault> {
+    /// A program of the guest sends, the host dequeues.
+    pub(crate) fn to_host(&self, order: &Order, side: Side, how: &str) -> Result<Figures, Fault> {
         let how = how.parse()?;
-        self.with_program(order, Job::Send, |stream, there| {
-            let outcome = dequeue::run(&stream, how, order)?;
-            leave(&stream)?;
-            result(there)?;
-            Ok(Figures {
-                outcome,
-                sender_cpu: None,
+        let there = side.order(order, Job::Send, None);
+        self.with_cpu(|| {
+            self.with_program(there, order.wait, |stream, there| {
+                let outcome = dequeue::run(&stream, how, order)?;
+                leave(&stream)?;
+                result(there)?;
+                Ok(Figures::of(outcome))
             })
         })
     }
 
-    /// The host sends, the guest's program dequeues.
-    pub(crate) fn to_guest(&self, order: &Order, how: Sending) -> Result<Figures, Fault> {
+    /// The host sends, a program of the guest dequeues: of an endpoint in the way `how`.
+    pub(crate) fn to_guest(
+        &self,
+        order: &Order,
+        sending: Sending,
+        side: Side,
+        how: &str,
+    ) -> Result<Figures, Fault> {
         let send = Order {
             job: Job::Send,
             ..order.clone()
         };
-        self.with_program(order, Job::Receive, |stream, there| {
-            let before = own_cpu_time()?;
-            let mut sending = match how {
-                Sending::Loan => Either::Loan(Box::new(Ours::over(stream))),
-                Sending::Copy => Either::Copy(stream, vec![0; order.size]),
-            };
-            let sent = jobs::run(&mut sending, &send)?;
-            let cpu = own_cpu_time()? - before;
-            leave(sending.stream())?;
-            Ok(Figures {
-                outcome: result(there)?.parse()?,
-                sender_cpu: Some(cpu as f64 / sent.messages.max(1) as f64),
+        let there = side.order(order, Job::Receive, Some(how));
+        self.with_cpu(|| {
+            self.with_program(there, order.wait, |stream, there| {
+                let before = own_cpu_time()?;
+                let mut sending = match sending {
+                    Sending::Loan => Either::Loan(Box::new(Ours::over(stream))),
+                    Sending::Copy => Either::Copy(stream, vec![0; order.size]),
+                };
+                let sent = jobs::run(&mut sending, &send)?;
+                let cpu = own_cpu_time()? - before;
+                leave(sending.stream())?;
+                let mut figures = Figures::of(result(there)?.parse()?);
+                figures.sender_cpu = Some(cpu as f64 / sent.messages.max(1) as f64);
+                Ok(figures)
             })
         })
     }
 
-    /// Lets a program in the guest connect to the host and do `job`.
+    /// A program of the guest pings, and the host answers.
+    pub(crate) fn ping(&self, order: &Order, side: Side) -> Result<Figures, Fault> {
+        let there = side.order(order, Job::Ping, None);
+        self.with_program(there, order.wait, |stream, there| {
+            let mut ours = Ours::over(stream);
+            let pong = Order {
+                job: Job::Pong,
+                ..order.clone()
+            };
+            jobs::run(&mut ours, &pong)?;
+            leave(ours.stream())?;
+            Ok(Figures::of(result(there)?.parse()?))
+        })
+    }
+
+    /// Lets a program in the guest connect to the host and carry out an order.
     fn with_program(
         &self,
-        order: &Order,
-        job: Job,
+        there: Order,
+        wait: Wait,
         run: impl FnOnce(Stream, Pending) -> Result<Figures, Fault>,
     ) -> Result<Figures, Fault> {
         let port = self.port();
         let listener = self.host.listen(Port::new(port), 1).map_err(line)?;
         let there = Order {
-            peer: guest_side::NAME.to_owned(),
-            job,
             to: Some(port.to_string()),
-            ..order.clone()
+            ..there
         };
         let there = there.to_string();
         let argv = ["/bin/zerosock", WORKER]
@@ -364,8 +455,10 @@ impl Vm {
         let there = self.guest.remote.start(Command::Run {
             argv: argv.map(str::to_owned).collect(),
         });
-        let stream = accept(&listener, order.wait)?;
-        run(stream, there)
+        match accept(&listener, wait) {
+            Ok(stream) => run(stream, there),
+            Err(fault) => Err(result(there).err().unwrap_or(fault)),
+        }
     }
 }
 

@@ -99,6 +99,7 @@ pub(crate) fn run_with(receiver: &mut impl Dequeue, order: &Order) -> Result<Out
             if seen == Seen::Last {
                 outcome.nanoseconds = nanoseconds(done - start);
                 outcome.busy = Some(nanoseconds(busy));
+                outcome.total = Some(number);
                 return Ok(outcome);
             }
         }

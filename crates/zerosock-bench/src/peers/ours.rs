@@ -13,7 +13,8 @@ use crate::peers::trust::trust;
 use crate::peers::{dequeue, slow_reader};
 use crate::processes::retry;
 use crate::report::line;
-use crate::worker::order::{Job, Order, Wait};
+use crate::worker::jobs;
+use crate::worker::order::{Job, Order, Outcome, Wait};
 use crate::worker::touch::{Check, Fault, Message, Seen};
 use crate::worker::{self, Link};
 
@@ -70,6 +71,26 @@ pub(crate) fn work(order: &Order) -> Result<(), Fault> {
         return worker::work(&mut link, order);
     }
     receive(&link, how.parse()?, order)
+}
+
+/// Name in an order of a program in a guest, on pages of the guest.
+pub(crate) const IN_GUEST: &str = "guest-endpoint";
+
+/// Attaches in a guest, connects to the port of the host that the order names, and carries out the order.
+pub(crate) fn run_in_guest(order: &Order) -> Result<Outcome, Fault> {
+    let tuning = Tuning {
+        queue_size: 256,
+        window: WINDOW,
+    };
+    let endpoint = attach(Path::new(&order.place), order.wait.into(), tuning)?;
+    let port = order.destination()?.parse();
+    let port = port.map_err(|_| "no port of the host".to_owned())?;
+    let stream = endpoint.connect(Address::new(Cid::HOST, Port::new(port)));
+    let stream = stream.map_err(line)?;
+    match &order.how {
+        Some(how) => dequeue::run(&stream, how.parse()?, order),
+        None => jobs::run(&mut Ours::over(stream), order),
+    }
 }
 
 fn receive(link: &Ours, how: dequeue::DequeueMode, order: &Order) -> Result<(), Fault> {

@@ -40,6 +40,10 @@ use crate::worker::{self, Link, jobs};
 const CID: u32 = 3;
 /// CID of the guest itself, to itself.
 const LOOPBACK: u32 = 1;
+/// The key of the VM, for guest endpoints.
+const KEY: &str = "0123456789abcdef0123456789abcdef";
+/// Where programs of the guest attach.
+const SOCKET: &str = "/run/zerosock/attach.sock";
 /// Of the bytes that relays pass.
 const SEED: u64 = 1;
 const MEMORY_MIB: u64 = 448;
@@ -82,7 +86,7 @@ impl Side {
         Order {
             peer: peer.to_owned(),
             job,
-            place: endpoint::SOCKET.to_owned(),
+            place: SOCKET.to_owned(),
             how,
             ..order.clone()
         }
@@ -212,7 +216,7 @@ impl Vm {
         let socket = dir.path().join("vhost");
         let mut host = Host::builder().vm(Cid::new(CID), &socket).window(WINDOW);
         if setup.endpoints {
-            let key = GuestKey::new(endpoint::KEY.as_bytes()).map_err(line)?;
+            let key = GuestKey::new(KEY.as_bytes()).map_err(line)?;
             host = host.guest_endpoints(Cid::new(CID), GuestEndpoints::new(key));
         }
         let host = host.start().map_err(line)?;

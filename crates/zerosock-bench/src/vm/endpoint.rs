@@ -2,14 +2,10 @@
 
 use zerosock_testkit::protocol::Command;
 
-use super::{Figures, STEP, Vm, driving};
+use super::{Figures, KEY, SOCKET, STEP, Vm, driving};
 use crate::report::line;
 use crate::worker::touch::Fault;
 
-/// The key of the VM.
-pub(super) const KEY: &str = "0123456789abcdef0123456789abcdef";
-/// Where programs of the guest attach.
-pub(super) const SOCKET: &str = "/run/zerosock/attach.sock";
 /// Memory of an endpoint, of huge pages.
 const MEMORY_MIB: u32 = 64;
 /// Hundredths of a second, as /proc/stat has them, in nanoseconds.

@@ -12,9 +12,9 @@ use zerosock::guest::key::GuestKey;
 /// Bytes of the largest file.
 const MAX_KEY: u64 = 4096;
 
-/// Reads a key file, which only its owner may read or write: this user or root. Returns its bytes, too. The error is the
-/// fix; `port_only` is what to write for no key.
-pub(crate) fn read(path: &Path, port_only: &str) -> Result<(GuestKey, Vec<u8>), String> {
+/// Reads a key file, which only its owner may read or write: this user or root. The error is the fix; `port_only` is
+/// what to write for no key.
+pub(crate) fn read(path: &Path, port_only: &str) -> Result<GuestKey, String> {
     let hint = format!(
         "give the path of a file with at least 16 random bytes and mode 0600, or {port_only}"
     );
@@ -49,8 +49,5 @@ pub(crate) fn read(path: &Path, port_only: &str) -> Result<(GuestKey, Vec<u8>), 
     if bytes.len() as u64 > MAX_KEY {
         return Err(format!("longer than {MAX_KEY} bytes; {hint}"));
     }
-    match GuestKey::new(&bytes) {
-        Ok(key) => Ok((key, bytes)),
-        Err(error) => Err(format!("{error}; {hint}")),
-    }
+    GuestKey::new(&bytes).map_err(|error| format!("{error}; {hint}"))
 }

@@ -63,7 +63,7 @@ pub(crate) fn main(args: GuestArgs) -> Result<(), Failure> {
     let key = match &args.key {
         Some(path) => {
             let fix = |fix| Failure::usage(format_args!("--key {}: {fix}", path.display()));
-            key_file::read(path, "--port-only").map_err(fix)?.0
+            key_file::read(path, "--port-only").map_err(fix)?
         }
         None => GuestKey::none(),
     };

@@ -40,35 +40,10 @@ pub(crate) struct Table {
 /// Validated.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct GuestOptions {
-    key: Key,
+    key: GuestKey,
     number: usize,
     memory: u64,
     names: Vec<Name>,
-}
-
-/// A key and its bytes; of no key, no bytes.
-#[derive(Clone)]
-struct Key {
-    key: GuestKey,
-    bytes: Option<Vec<u8>>,
-}
-
-impl PartialEq for Key {
-    fn eq(&self, other: &Key) -> bool {
-        self.bytes == other.bytes
-    }
-}
-
-impl Eq for Key {}
-
-impl fmt::Debug for Key {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.bytes.is_some() {
-            "a key"
-        } else {
-            PORT_ONLY
-        })
-    }
 }
 
 impl GuestOptions {
@@ -89,16 +64,8 @@ impl GuestOptions {
             names,
         } = table;
         let key = match key.to_str() {
-            Some(PORT_ONLY) => Key {
-                key: GuestKey::none(),
-                bytes: None,
-            },
-            _ => {
-                let read = key_file::read(&key, PORT_ONLY);
-                let (key, bytes) = read.map_err(|fix| wrong(&key.display(), fix))?;
-                let bytes = Some(bytes);
-                Key { key, bytes }
-            }
+            Some(PORT_ONLY) => GuestKey::none(),
+            _ => key_file::read(&key, PORT_ONLY).map_err(|fix| wrong(&key.display(), fix))?,
         };
         let defaults = GuestEndpoints::new(GuestKey::none());
         let number = number.unwrap_or(defaults.most);
@@ -127,12 +94,12 @@ impl GuestOptions {
 
     /// Whether every process that may bind a low port may name pages.
     pub(super) fn is_port_only(&self) -> bool {
-        self.key.bytes.is_none()
+        self.key == GuestKey::none()
     }
 
     /// The settings of the daemon.
     pub(super) fn convert(&self) -> GuestEndpoints {
-        let mut endpoints = GuestEndpoints::new(self.key.key.clone());
+        let mut endpoints = GuestEndpoints::new(self.key.clone());
         endpoints.most = self.number;
         endpoints.memory = self.memory;
         endpoints.names = self.names.clone();

@@ -70,6 +70,15 @@ impl GuestKey {
     }
 }
 
+/// By the tags that keys have, so that keys are not to be kept in another form.
+impl PartialEq for GuestKey {
+    fn eq(&self, other: &GuestKey) -> bool {
+        self.0.clone().finalize() == other.0.clone().finalize()
+    }
+}
+
+impl Eq for GuestKey {}
+
 impl fmt::Debug for GuestKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("GuestKey")

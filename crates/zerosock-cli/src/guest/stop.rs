@@ -2,7 +2,6 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::PollFlags;
@@ -10,8 +9,8 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use zerosock_sys::wait_ready;
 
 /// Hangs up when its [`Running`] is dropped.
-#[derive(Clone, Debug)]
-pub(super) struct Stop(Arc<OwnedFd>);
+#[derive(Debug)]
+pub(super) struct Stop(OwnedFd);
 
 /// The agent runs as long as this exists.
 #[derive(Debug)]
@@ -20,7 +19,7 @@ pub(super) struct Running(#[expect(dead_code)] OwnedFd);
 impl Stop {
     pub(super) fn new() -> io::Result<(Running, Stop)> {
         let (reader, writer) = pipe_with(PipeFlags::CLOEXEC)?;
-        Ok((Running(writer), Stop(Arc::new(reader))))
+        Ok((Running(writer), Stop(reader)))
     }
 
     /// Waits at most so long. Returns whether the agent stops.

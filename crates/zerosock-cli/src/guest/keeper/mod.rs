@@ -18,7 +18,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -65,8 +65,12 @@ pub enum KeeperError {
 }
 
 /// The agent's connection to its keeper. A hang-up of it is the end of the keeper.
-#[derive(Clone, Debug)]
-pub struct Keeper(Arc<Mutex<OwnedFd>>, Arc<OwnedFd>);
+#[derive(Debug)]
+pub struct Keeper {
+    socket: Mutex<OwnedFd>,
+    /// The same connection, for those that wait for its end.
+    watched: OwnedFd,
+}
 
 impl Keeper {
     /// Connects to the keeper with this socket, or starts one.
@@ -86,7 +90,8 @@ impl Keeper {
                 Ok((_, Some(BUSY))) => return Err(KeeperError::Busy),
                 Ok((socket, Some(_))) => {
                     let watched = socket.try_clone().map_err(KeeperError::Start)?;
-                    return Ok(Keeper(Arc::new(Mutex::new(socket)), Arc::new(watched)));
+                    let socket = Mutex::new(socket);
+                    return Ok(Keeper { socket, watched });
                 }
                 Ok((_, None)) => {}
                 Err(error) => last = error,
@@ -130,7 +135,7 @@ impl Keeper {
         fds: &[BorrowedFd<'_>],
     ) -> Result<Vec<u8>, KeeperError> {
         // One request at a time.
-        let socket = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
         let mut answer = [0; MAX_ANSWER];
         let request = [&[op][..], &id.0].concat();
         let len = fd_passing::send(&*socket, &[IoSlice::new(&request)], fds)
@@ -152,7 +157,7 @@ impl Keeper {
 
 impl AsFd for Keeper {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.1.as_fd()
+        self.watched.as_fd()
     }
 }
 

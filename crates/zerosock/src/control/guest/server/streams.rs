@@ -89,7 +89,7 @@ impl GuestServer {
         let mut unattached =
             streams.filter(|(_, it)| !matches!(it.state, StreamState::Attached(_)));
         if unattached.clone().count() >= MAX_UNATTACHED {
-            // Else a process without the key could keep all places. The keys have the order in which streams were opened.
+            // Else a process without the key could keep all places. The keys are in the order of opening.
             let oldest = unattached.find(|(_, it)| !it.is_valid);
             let oldest = oldest.map(|(&key, _)| key).ok_or(Reason::FULL)?;
             self.refuse(oldest, Reason::FULL.into());

@@ -121,6 +121,9 @@ pub(super) struct Lab {
     /// Routes that are kept from a worker while `holds_routes`.
     held: Vec<WorkerMessage>,
     pub(super) holds_routes: bool,
+    /// Commands to devices that are not answered while `holds_commands`. Without an answer the front-end stays.
+    commands: Vec<WorkerMessage>,
+    pub(super) holds_commands: bool,
     pub(super) addrs: Vec<DeviceAddr>,
     dir: TempDir,
 }
@@ -179,6 +182,8 @@ impl Lab {
             removed: Vec::new(),
             held: Vec::new(),
             holds_routes: false,
+            commands: Vec::new(),
+            holds_commands: false,
             addrs,
             dir,
         }
@@ -332,6 +337,9 @@ impl Lab {
         if !self.holds_routes {
             self.held.clear();
         }
+        if !self.holds_commands {
+            self.commands.clear();
+        }
         for n in 0..self.workers.len() {
             let messages: Vec<_> = self.workers[n].drain().collect();
             for message in messages {
@@ -356,6 +364,8 @@ impl Lab {
                 self.held.push(update);
             }
             // The worker has the new routes.
+            WorkerMessage::Update(_) => {}
+            command if self.holds_commands => self.commands.push(command),
             _ => {}
         }
     }
@@ -485,6 +495,7 @@ impl Drop for Lab {
     fn drop(&mut self) {
         // Commands that nothing answers fail with it.
         self.workers.clear();
+        self.commands.clear();
         drop(self.control.take());
     }
 }

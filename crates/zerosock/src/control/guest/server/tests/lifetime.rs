@@ -215,9 +215,11 @@ fn a_query_comes_behind_all_streams_that_were_opened_before_it() {
 fn an_endpoint_does_not_get_the_cid_of_a_process_that_leaves() {
     let mut lab = Lab::new();
     let first = Cid::new(*CIDS.start());
+    lab.holds_commands = true;
     let process = lab.attach(first);
     lab.holds_routes = true;
     drop(process);
+    lab.holds_commands = false;
     lab.until(|lab| (lab.removed == lab.added).then_some(()));
     let (mut agent, key) = lab.check(register(1));
     lab.holds_routes = false;

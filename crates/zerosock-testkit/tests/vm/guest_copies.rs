@@ -56,12 +56,15 @@ fn exchange(release: &str) -> Result<(), Skipped> {
         .start()
         .expect("a host");
     let machine = Machine::boot(release, Some(&vhost))?;
-    let setup = format!(
-        "echo 32 > /proc/sys/vm/nr_hugepages; printf %s {KEY} > /key; chmod 600 /key; \
-         (/bin/zerosock guest --key /key --attach-uid 65534 --socket-mode 0666 &) ; \
-         until test -S /run/zerosock/attach.sock; do sleep 0.1; done"
-    );
-    machine.shell(&setup);
+    let setup =
+        format!("echo 32 > /proc/sys/vm/nr_hugepages; printf %s {KEY} > /key; chmod 600 /key");
+    assert_eq!(machine.shell(&setup), "");
+    let agent = "/bin/zerosock guest --key /key --attach-uid 65534 --socket-mode 0666";
+    let argv = agent.split(' ').map(str::to_owned).collect();
+    let started = machine.guest.remote.run(Command::Start { argv }, STEP);
+    started.expect("an agent");
+    let waiting = "while ! test -S /run/zerosock/attach.sock; do sleep 0.1; done";
+    assert_eq!(machine.shell(waiting), "");
     let listener = host.listen(Port::new(PORT), 1).expect("a port");
     let script = format!(
         "/bin/zerosock {NAME} unprivileged -- /bin/zerosock {NAME} leases \

@@ -4,6 +4,7 @@ mod agent;
 mod attach;
 mod calls;
 mod forward;
+pub mod leases;
 mod owned;
 mod pages;
 mod sockmap;
@@ -38,6 +39,8 @@ enum Command {
     Sockmap(sockmap::Options),
     /// Attaches at the socket of `zerosock guest`
     Attach(attach::Options),
+    /// Receives in leases and sends in loans, on pages of this guest
+    Leases(leases::Options),
     /// Takes, pins and frees huge pages of this guest
     #[command(subcommand)]
     Pages(pages::Step),
@@ -73,6 +76,7 @@ pub fn main() -> ExitCode {
         Command::Forward => forward::run(),
         Command::Sockmap(options) => sockmap::run(&options),
         Command::Attach(options) => attach::run(&options),
+        Command::Leases(options) => leases::run(&options),
         Command::Pages(step) => pages::run(step),
         Command::Unprivileged { argv } => Err(unprivileged(&argv)),
         Command::HideXstate { argv } => xstate::run(&argv),

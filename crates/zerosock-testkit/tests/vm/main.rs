@@ -16,6 +16,7 @@ mod behaviour;
 mod behaviours;
 mod entropy;
 mod guest_agent;
+mod guest_copies;
 mod guest_endpoint;
 mod guest_pages;
 mod jobs;
@@ -61,6 +62,7 @@ const ALONE: &[(&str, &[(&str, Alone)])] = &[
     ("guest_pages", guest_pages::ALL),
     ("guest_agent", guest_agent::ALL),
     ("guest_endpoint", guest_endpoint::ALL),
+    ("guest_copies", guest_copies::ALL),
 ];
 
 /// The tests of a lab.

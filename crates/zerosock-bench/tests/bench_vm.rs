@@ -92,7 +92,7 @@ fn rx_with_a_vm_has_rows_from_its_guest() {
     }
     assert!(
         rows.iter()
-            .all(|row| row["name"].as_str().expect("a name").starts_with("VM "))
+            .all(|row| row["name"].as_str().expect("a name").starts_with("VM"))
     );
 }
 

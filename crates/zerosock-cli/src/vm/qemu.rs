@@ -237,7 +237,11 @@ fn spawn(config: &Config<'_>, accel: Accel) -> Result<Started, BootError> {
     let mut command = children::with_parent_watchdog(config.zerosock, &qemu);
     command.args(accel.options());
     command.args(["-nodefaults", "-no-user-config", "-display", "none"]);
-    command.arg("-smp").arg(config.cpus.to_string());
+    // With room for one processor only, TCG leaves out the guest's memory barriers, and wake-ups of devices in other
+    // processes get lost.
+    let most = config.cpus.max(2);
+    command.arg("-smp");
+    command.arg(format!("{},maxcpus={most}", config.cpus));
     command.args(&config.machine);
     command.args([
         "-chardev",

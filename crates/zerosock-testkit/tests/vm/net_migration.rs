@@ -165,7 +165,7 @@ impl BridgedNamespace {
         option("display", "none".into());
         option("m", "256M".into());
         // With a second one, an emulated kernel may crash by executing its own code while that patches it.
-        option("smp", "1".into());
+        option("smp", "1,maxcpus=2".into());
         let memory = "memory-backend-memfd,id=mem,size=256M,share=on";
         option("object", memory.into());
         option("numa", "node,memdev=mem".into());

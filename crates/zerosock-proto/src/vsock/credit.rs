@@ -388,8 +388,9 @@ pub struct RxCredit {
     /// The highest byte count that the peer was permitted: bytes in flight stay valid when our
     /// buffer shrinks.
     promised_end: u32,
-    /// Every consumption is announced at once, until all received bytes are consumed.
-    eager: bool,
+    /// The peer waits: consumed bytes are announced in steps of this size, until all received bytes are consumed.
+    /// 0: it does not wait.
+    waiting_step: u32,
 }
 
 impl RxCredit {
@@ -402,7 +403,7 @@ impl RxCredit {
             rx_cnt: first,
             announced: first,
             promised_end: first,
-            eager: false,
+            waiting_step: 0,
         }
     }
 
@@ -449,7 +450,7 @@ impl RxCredit {
     }
 
     /// Counts bytes consumed. `None`: more than were unread. `Some(true)`: the peer needs an
-    /// update, because half of the buffer was freed without its knowledge, or because it requested
+    /// update, because half of the buffer was freed without its knowledge, or less after it requested
     /// one and waits. Half of the *smaller* buffer: as in Linux, a peer may have no more in flight
     /// than its own buffer (`peer_buffer`), and would wait for ever if ours were more than twice as
     /// large.
@@ -459,8 +460,8 @@ impl RxCredit {
             return None;
         }
         self.fwd_cnt = self.fwd_cnt.wrapping_add(bytes);
-        Some(if self.eager {
-            self.consumed_eagerly()
+        Some(if self.waiting_step > 0 {
+            self.consumed_in_steps(peer_buffer)
         } else {
             self.fwd_cnt.wrapping_sub(self.announced) >= self.update_size(peer_buffer)
         })
@@ -475,22 +476,25 @@ impl RxCredit {
     /// Whether the peer would need an update if all received bytes were consumed now.
     #[inline]
     pub(crate) fn would_update(&self, peer_buffer: u32) -> bool {
-        self.eager || self.rx_cnt.wrapping_sub(self.announced) >= self.update_size(peer_buffer)
+        self.waiting_step > 0
+            || self.rx_cnt.wrapping_sub(self.announced) >= self.update_size(peer_buffer)
     }
 
     /// Whether a waiting peer needs an update.
     #[cold]
-    fn consumed_eagerly(&mut self) -> bool {
+    fn consumed_in_steps(&mut self, peer_buffer: u32) -> bool {
         if self.unread() == 0 {
-            self.eager = false;
+            self.waiting_step = 0;
+            return self.has_unannounced();
         }
-        self.fwd_cnt != self.announced
+        let step = self.waiting_step.min(self.update_size(peer_buffer));
+        self.fwd_cnt.wrapping_sub(self.announced) >= step
     }
 
-    /// The peer sent CREDIT_REQUEST: until all unread bytes are consumed, every consumption is
-    /// announced at once.
+    /// The peer sent CREDIT_REQUEST: until all unread bytes are consumed, each quarter of them is announced. Not
+    /// each byte: a peer that waits would be woken for every read, and fill just that room.
     pub fn handle_credit_request(&mut self) {
-        self.eager = self.unread() > 0;
+        self.waiting_step = self.unread().div_ceil(4);
     }
 
     /// A part of a message arrived that does not end it; the peer's buffer has `peer_buffer` bytes.
@@ -503,7 +507,7 @@ impl RxCredit {
         if known >= MAX_PAYLOAD {
             return false;
         }
-        self.handle_credit_request();
+        self.waiting_step = self.unread().min(1);
         self.has_unannounced()
     }
 

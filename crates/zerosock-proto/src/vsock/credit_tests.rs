@@ -166,6 +166,28 @@ fn a_credit_request_is_answered_before_half_a_buffer_is_free() {
     assert_eq!(rx.consume(1, u32::MAX), None);
 }
 
+#[test]
+fn a_peer_that_waits_learns_of_each_quarter_and_of_the_last_byte() {
+    let mut rx = RxCredit::new(0, 1000);
+    rx.announce();
+    rx.receive(402);
+    rx.handle_credit_request();
+    rx.announce();
+    let mut updates = Vec::new();
+    for at in 1..=402 {
+        if rx.consume(1, u32::MAX) == Some(true) {
+            updates.push(at);
+            rx.announce();
+        }
+    }
+    assert_eq!(updates, [101, 202, 303, 402]);
+    // A small buffer of the peer bounds the step.
+    rx.receive(402);
+    rx.handle_credit_request();
+    assert_eq!(rx.consume(19, 40), Some(false));
+    assert_eq!(rx.consume(1, 40), Some(true));
+}
+
 proptest! {
     /// A sender and a receiver with a plain list of packets between them:
     /// credit is never overrun, and the epochs never count fewer packets

@@ -37,11 +37,13 @@ fn a_stalled_sender_requests_credit_once_and_gets_it() {
     let updates = pump(&mut host, &mut guest);
     assert!(updates.len() == 1 && is(&updates[0], Op::CreditUpdate) && updates[0].fwd_cnt == 0);
     assert!(guest.poll_event().is_none());
-    // It has requested credit: now every consumption is announced, not only half a buffer.
+    // It has requested credit: now each quarter is announced, not only half a buffer.
+    host.consume(theirs, 65_535).unwrap();
+    assert!(pump(&mut host, &mut guest).is_empty());
     host.consume(theirs, 1).unwrap();
     pump(&mut host, &mut guest);
     assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
-    assert_eq!(guest.reserve(ours, 100).unwrap().len(), 1);
+    assert_eq!(guest.reserve(ours, 100).unwrap().len(), 100);
 }
 
 /// Linux before 6.8 sends no update for bytes read while its reader waits for more than what is

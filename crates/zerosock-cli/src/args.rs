@@ -31,8 +31,6 @@ pub(crate) enum Command {
     #[command(hide = true)]
     DemoGuest(demo::guest::GuestArgs),
     #[command(hide = true)]
-    GuestKeeper(guest::keeper::process::KeeperArgs),
-    #[command(hide = true)]
     ParentWatchdog(parent_watchdog::ParentWatchdogArgs),
 }
 

@@ -14,7 +14,7 @@ mod duration;
 mod endpoint;
 mod failure;
 mod group;
-pub mod guest;
+mod guest;
 mod help;
 mod key_file;
 mod logging;
@@ -35,12 +35,14 @@ pub mod vm;
 use std::process::ExitCode;
 
 use clap::Parser;
+use zerosock::guest::agent::keeper::KeeperEntry;
 
 use crate::args::{Cli, Command};
 pub use crate::failure::Failure;
 
 /// Runs the subcommand of the process's arguments.
 pub fn main() -> ExitCode {
+    let keeper = KeeperEntry::enter();
     // clap itself prints help and usage errors, and exits with code 2 for the latter.
     let cli = Cli::parse_from(args::with_implied_command(std::env::args_os()));
     let outcome = match cli.command {
@@ -49,8 +51,7 @@ pub fn main() -> ExitCode {
         Command::Nc(flags) => nc::main(flags),
         Command::Demo(flags) => demo::main(&flags),
         Command::DemoGuest(flags) => demo::guest::main(&flags),
-        Command::Guest(flags) => guest::main(*flags),
-        Command::GuestKeeper(flags) => guest::keeper::process::main(&flags),
+        Command::Guest(flags) => guest::main(*flags, keeper),
         Command::ParentWatchdog(flags) => vm::parent_watchdog::main(&flags),
         Command::Perf(flags) => perf::main(flags),
         Command::Relay(flags) => relay::main(*flags),

@@ -7,10 +7,10 @@ use std::path::Path;
 
 use clap::Subcommand;
 use rustix::process::{Signal, getpid, kill_process};
+use zerosock::guest::agent::keeper::{Keeper, KeeperEntry};
 use zerosock::guest::key::Nonce;
 use zerosock::guest::page_value::{PAGE, write_values};
 use zerosock::guest::wire::AttachmentId;
-use zerosock_cli::guest::keeper::Keeper;
 use zerosock_ring::{Memory, RegionConfig};
 use zerosock_sys::hugetlbfs::{HUGE_PAGE, HugeDir, HugeMapping};
 use zerosock_sys::pagemap;
@@ -102,7 +102,7 @@ fn dir() -> io::Result<HugeDir> {
 }
 
 fn keeper() -> io::Result<Keeper> {
-    Keeper::find_or_start(Path::new(KEEPER)).map_err(other)
+    Keeper::find_or_start(Path::new(KEEPER), KeeperEntry::enter()).map_err(other)
 }
 
 pub(super) fn map(file: &OwnedFd) -> io::Result<Memory> {

@@ -77,6 +77,8 @@ mod stream;
 pub mod tokio;
 mod waiting;
 
+pub use crate::control::guest::agent::keeper::KeeperEntry;
+pub use crate::control::guest::agent::{Agent as GuestAgent, AgentError as GuestAgentError};
 pub use crate::fault::Fault;
 pub use crate::table::backend::EndpointStats;
 pub use crate::table::over::EndpointEnded;

@@ -14,6 +14,8 @@ use super::hub::Core;
 use super::waiting::Wait;
 use crate::control::attach::client::TIMEOUT;
 use crate::control::attach::{self, AttachRequest, AttachedDevice, Client, Start};
+use crate::control::guest::agent::{Agent, AgentError};
+use crate::driver::guest_device::GuestDevice;
 use crate::driver::{self, Driver, DriverConfig};
 use crate::fault::Fault;
 
@@ -50,6 +52,9 @@ pub enum OpenError {
     /// its range.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// The agent of this program has no endpoint. [`fault`](AgentError::fault) names the side at fault.
+    #[error(transparent)]
+    Guest(#[from] AgentError),
     /// The system had no descriptor or thread left.
     #[error("cannot share a descriptor or start a thread: {0}")]
     System(#[from] io::Error),
@@ -63,6 +68,7 @@ impl OpenError {
             OpenError::Place(error) => error.fault(),
             OpenError::Name(_) => Fault::Caller,
             OpenError::Device(error) => error.fault(),
+            OpenError::Guest(error) => error.fault(),
             OpenError::System(_) => Fault::System,
         }
     }
@@ -78,6 +84,8 @@ impl From<OpenError> for io::Error {
             OpenError::Place(error) => error.kind(),
             OpenError::Name(_) => io::ErrorKind::InvalidInput,
             OpenError::Device(DeviceError(error)) => error.kind(),
+            OpenError::Guest(AgentError::TimedOut) => io::ErrorKind::TimedOut,
+            OpenError::Guest(_) => io::ErrorKind::Other,
             OpenError::System(error) => error.kind(),
         };
         io::Error::new(kind, error)
@@ -105,6 +113,8 @@ impl From<driver::DriverAttachError> for OpenError {
 /// Bytes of a receive buffer: the length of the longest packet. Only pages that packets reach use
 /// memory.
 const RECEIVE_BUFFER: u32 = 64 << 10;
+/// How much later than others a host answers a wrong key.
+const LATE_REFUSAL: Duration = Duration::from_secs(11);
 
 /// The settings of an [`Endpoint`].
 ///
@@ -362,26 +372,70 @@ impl EndpointBuilder {
     /// # Errors
     /// See [`OpenError`].
     pub fn attach(mut self, path: impl AsRef<Path>) -> Result<Endpoint, OpenError> {
+        let begin = Instant::now();
+        let memory_len = self.prepare()?;
+        let (path, limit) = (path.as_ref(), self.attach_timeout);
+        let (device, control) = Client::connect_for_memory(path, &self.request, memory_len, limit)?;
+        match device {
+            AttachedDevice::VhostUser(socket) => {
+                let driver = Driver::attach_over(socket, self.device_config(begin))?;
+                self.open(driver, Some(control))
+            }
+            AttachedDevice::Memory(device) => self.open_on_memory(device, control, begin),
+        }
+    }
+
+    /// In a privileged program of a guest: makes an endpoint without the process `zerosock guest`, as
+    /// [`attach`](Self::attach) does with it. `agent` does the same work in this process.
+    ///
+    /// Waits until earlier endpoints have left their pages, and for the host, at most
+    /// [`attach_timeout`](Self::attach_timeout), and ten seconds longer: a host that is shown a wrong key answers late.
+    ///
+    /// ```no_run
+    /// use zerosock::daemon::GuestKey;
+    /// use zerosock::vsock::{Endpoint, GuestAgent, KeeperEntry};
+    /// use zerosock::{Address, Cid, Port};
+    ///
+    /// // First of all: this program is started again as the keeper, which pins pages.
+    /// let keeper = KeeperEntry::enter();
+    /// let key = GuestKey::new(&std::fs::read("/etc/zerosock/3.key")?)?;
+    /// let agent = GuestAgent::start(keeper, key)?;
+    /// let endpoint = Endpoint::builder().attach_guest(&agent)?;
+    /// let stream = endpoint.connect(Address::new(Cid::HOST, Port::new(7)))?;
+    /// # let _ = stream;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// See [`OpenError`].
+    pub fn attach_guest(mut self, agent: &Agent) -> Result<Endpoint, OpenError> {
+        let memory_len = self.prepare()?;
+        let limit = self.attach_timeout + LATE_REFUSAL;
+        let (device, socket) = agent.attach(self.request.clone(), memory_len, limit)?;
+        let control = Client::over(socket, "of this process".to_owned(), self.attach_timeout);
+        self.open_on_memory(device, control, Instant::now())
+    }
+
+    /// Completes the request. Returns the bytes of memory that the driver needs if it is given memory.
+    fn prepare(&mut self) -> Result<u64, OpenError> {
         if let Some(name) = &self.name {
             self.request.name = Some(name.parse()?);
         }
-        let begin = Instant::now();
-        let (path, limit) = (path.as_ref(), self.attach_timeout);
         let memory_len = self.config.memory_len();
-        let memory_len = memory_len.map_err(driver::DriverAttachError::Config)?;
-        let (device, mut control) =
-            Client::connect_for_memory(path, &self.request, memory_len, limit)?;
+        Ok(memory_len.map_err(driver::DriverAttachError::Config)?)
+    }
+
+    fn open_on_memory(
+        self,
+        device: GuestDevice,
+        mut control: Client,
+        begin: Instant,
+    ) -> Result<Endpoint, OpenError> {
         let config = self.device_config(begin);
-        let driver = match device {
-            AttachedDevice::VhostUser(socket) => Driver::attach_over(socket, config)?,
-            AttachedDevice::Memory(device) => {
-                let left = config.control_timeout;
-                let start = |start: &Start| -> Result<u64, OpenError> {
-                    Ok(control.start_within(start, left)?)
-                };
-                Driver::attach_guest(device, config, start)?
-            }
-        };
+        let left = config.control_timeout;
+        let start =
+            |start: &Start| -> Result<u64, OpenError> { Ok(control.start_within(start, left)?) };
+        let driver = Driver::attach_guest(device, config, start)?;
         self.open(driver, Some(control))
     }
 

@@ -339,6 +339,16 @@ impl Client {
         Ok((device, client))
     }
 
+    /// Over a socket that is attached already.
+    pub(crate) fn over(socket: OwnedFd, path: String, timeout: Duration) -> Client {
+        Client {
+            socket,
+            path,
+            timeout,
+            overdue_answers: 0,
+        }
+    }
+
     /// Starts the queues of a process that was given memory, and returns the features in use. Waits for at most `limit`.
     ///
     /// # Errors
@@ -401,12 +411,7 @@ impl Client {
             Ok(socket) => socket,
             Err(source) => return Err(AttachError::Connect { path: name, source }),
         };
-        let mut client = Client {
-            socket,
-            path: name,
-            timeout,
-            overdue_answers: 0,
-        };
+        let mut client = Client::over(socket, name, timeout);
         let (answer, fds) = client.request_until(request, deadline)?;
         Ok((client, answer, fds))
     }

@@ -36,8 +36,10 @@
 // - `wire`: the messages, pure functions;
 // - `client`: the agent's side of a stream;
 // - `options`: what a VM may have;
-// - `server`: the side of the daemon, on the control thread.
+// - `server`: the side of the daemon, on the control thread;
+// - `agent`: the agent, which uses `client`.
 
+pub mod agent;
 pub mod client;
 pub(crate) mod options;
 pub(crate) mod server;

@@ -5,19 +5,31 @@ use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use clap::Args;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::socket_acceptconn;
 use rustix::net::{SocketFlags, accept_with};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use zerosock::guest::wire::MAX_EXTENTS;
 use zerosock_ring::Extent;
 use zerosock_sys::fd_passing;
 use zerosock_sys::hugetlbfs::{HugeMapping, HugePageError};
 use zerosock_sys::pagemap::{self, PagemapError};
 use zerosock_sys::pin::{Pin, PinError};
 
-use super::{BUSY, COMMAND, DONE, FAILED, OP_PIN, OP_UNPIN, REQUEST_LEN};
-use crate::failure::Failure;
+use crate::control::guest::wire::{AttachmentId, MAX_EXTENTS};
+
+/// The first argument of a keeper.
+pub(super) const COMMAND: &str = "guest-keeper";
+
+pub(super) const OP_PIN: u8 = 1;
+pub(super) const OP_UNPIN: u8 = 2;
+const REQUEST_LEN: usize = 1 + size_of::<AttachmentId>();
+/// The first byte of an answer, and what follows: extents, or a text.
+pub(super) const DONE: u8 = 0;
+const FAILED: u8 = 1;
+/// The first message to an agent, if the keeper has another one; else it is an empty [`DONE`].
+pub(super) const BUSY: u8 = 2;
+pub(super) const EXTENT_LEN: usize = 16;
+pub(super) const MAX_ANSWER: usize = 1 + EXTENT_LEN * MAX_EXTENTS;
 
 /// How long a keeper without pins waits for an agent.
 const LONELY: Timespec = Timespec {
@@ -25,25 +37,33 @@ const LONELY: Timespec = Timespec {
     tv_nsec: 0,
 };
 
-/// Pin pages for `zerosock guest`
-#[derive(Debug, Args)]
-pub(crate) struct KeeperArgs {}
+/// Shows that this program is a keeper when it is started as one.
+#[derive(Copy, Clone, Debug)]
+pub struct KeeperEntry(pub(super) ());
+
+impl KeeperEntry {
+    /// In a process that [`Agent::start`](super::super::Agent::start) has started to pin pages: pins them, and does not
+    /// return. Otherwise returns at once. Call it first in `main`: the process runs the same program as its own.
+    pub fn enter() -> KeeperEntry {
+        let named = std::env::args_os().nth(1).is_some_and(|it| it == COMMAND);
+        if named && socket_acceptconn(io::stdin()).unwrap_or(false) {
+            std::process::exit(main().is_err().into());
+        }
+        KeeperEntry(())
+    }
+}
 
 /// The keeper's process. Its listener is its standard input.
-pub(crate) fn main(_: &KeeperArgs) -> Result<(), Failure> {
-    let listener = io::stdin().as_fd().try_clone_to_owned();
-    listener
-        .and_then(|listener| {
-            for signal in [SIGTERM, SIGINT, SIGHUP] {
-                // The agent ends it; what ends the agent is not to end it, too.
-                signal_hook::flag::register(signal, Arc::default())?;
-            }
-            let _ = rustix::process::setsid();
-            // The system is to take memory from all others first.
-            let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
-            serve(&listener)
-        })
-        .map_err(|error| Failure::runtime(format_args!("{COMMAND}: {error}")))
+fn main() -> io::Result<()> {
+    let listener = io::stdin().as_fd().try_clone_to_owned()?;
+    for signal in [SIGTERM, SIGINT, SIGHUP] {
+        // The agent ends it; what ends the agent is not to end it, too.
+        signal_hook::flag::register(signal, Arc::default())?;
+    }
+    let _ = rustix::process::setsid();
+    // The system is to take memory from all others first.
+    let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
+    serve(&listener)
 }
 
 /// Serves one agent after the other.

@@ -15,17 +15,19 @@ use rustix::io::Errno;
 use rustix::net::{SendFlags, Shutdown, send, shutdown};
 use rustix::rand::{GetRandomFlags, getrandom};
 use tracing::{info, warn};
-use zerosock::attach::AttachRequest;
-use zerosock::guest::client::{Registered, RegistrationError, Stream};
-use zerosock::guest::key::GuestKey;
-use zerosock::guest::wire::{AttachmentId, Register};
-use zerosock::guest::{DOORBELL_PORT, REGISTRATION_PORT};
 use zerosock_ring::{MapError, Memory, RegionConfig};
 use zerosock_sys::hugetlbfs::{HugeDir, HugePageError};
 use zerosock_sys::vsock;
 
+use super::event::Event;
 use super::keeper::{Keeper, KeeperError};
-use super::stop::Stop;
+use crate::control::attach::AttachRequest;
+use crate::control::guest::client::{Registered, RegistrationError, Stream};
+use crate::control::guest::key::GuestKey;
+use crate::control::guest::wire::{AttachmentId, Reason, Refusal, Register};
+use crate::control::guest::{DOORBELL_PORT, REGISTRATION_PORT};
+use crate::driver::guest_device::{FEATURES, GuestDevice};
+use crate::fault::Fault;
 
 /// The host.
 const HOST: u32 = 2;
@@ -36,32 +38,74 @@ const REQUEST: Duration = Duration::from_secs(40);
 /// Time between two questions whether an attachment is in use.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
-/// Why there is no attachment.
+/// Why there is no agent, or no endpoint.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum AttachmentError {
+#[non_exhaustive]
+pub enum AgentError {
+    /// The process has not this capability.
+    #[error("this process needs {0}: run it as root, outside of containers")]
+    Capability(&'static str),
+    /// This directory cannot be made or read.
+    #[error("{0}: {1}")]
+    Dir(&'static str, io::Error),
+    /// There are no huge pages, or no place for their files.
     #[error(transparent)]
     Pages(#[from] HugePageError),
+    /// Another agent runs, or the pages cannot be pinned.
     #[error(transparent)]
     Keeper(#[from] KeeperError),
+    /// The memory cannot be mapped.
     #[error(transparent)]
     Map(#[from] MapError),
+    /// The host does not listen, or this process may not connect from a port below 1024.
     #[error(
         "cannot connect to port {port:#x} of the host: {source}; the host runs `zerosock serve` with \
          --guest-endpoints, and this process needs CAP_NET_BIND_SERVICE"
     )]
-    Connect { port: u32, source: io::Error },
+    Connect {
+        /// The port.
+        port: u32,
+        /// The error.
+        source: io::Error,
+    },
+    /// The host refuses the endpoint.
     #[error(transparent)]
     Host(#[from] RegistrationError),
+    /// The doorbell cannot be opened.
     #[error("cannot open the doorbell: {0}")]
     Doorbell(io::Error),
+    /// The host has not answered in time.
+    #[error("the host has not answered in time")]
+    TimedOut,
+    /// There is no thread, socket or descriptor left.
+    #[error(transparent)]
+    System(#[from] io::Error),
+}
+
+impl AgentError {
+    /// The side at fault.
+    pub fn fault(&self) -> Fault {
+        match self {
+            AgentError::Host(RegistrationError::Refused(Refusal { reason, .. })) => match *reason {
+                Reason::CID_TAKEN | Reason::NAME_TAKEN | Reason::NOT_PERMITTED => Fault::Caller,
+                _ => Fault::Peer,
+            },
+            AgentError::Host(_) | AgentError::TimedOut => Fault::Peer,
+            _ => Fault::System,
+        }
+    }
 }
 
 /// What attachments are made with.
+#[derive(Debug)]
 pub(super) struct Pages {
     pub(super) dir: HugeDir,
     pub(super) keeper: Keeper,
     pub(super) key: GuestKey,
-    pub(super) stop: Stop,
+    /// The agent ends.
+    pub(super) stop: Event,
+    /// The pages of earlier agents are free.
+    pub(super) recovered: Event,
 }
 
 /// A registered endpoint.
@@ -70,6 +114,18 @@ pub(super) struct Attachment {
     pub(super) file: OwnedFd,
     pub(super) stream: Registered,
     pub(super) doorbell: OwnedFd,
+}
+
+impl Attachment {
+    /// The endpoint's device, for this process.
+    pub(super) fn device(&self) -> Result<GuestDevice, AgentError> {
+        Ok(GuestDevice {
+            memory: self.file.try_clone()?,
+            doorbell: self.doorbell.try_clone()?,
+            features: FEATURES,
+            cid: self.stream.cid,
+        })
+    }
 }
 
 fn name(id: AttachmentId) -> String {
@@ -97,7 +153,7 @@ impl Pages {
         &self,
         endpoint: AttachRequest,
         len: u64,
-    ) -> Result<Attachment, AttachmentError> {
+    ) -> Result<Attachment, AgentError> {
         let mut random = [0; 16];
         getrandom(&mut random, GetRandomFlags::empty()).map_err(HugePageError::from)?;
         let id = AttachmentId(random);
@@ -107,7 +163,7 @@ impl Pages {
             Ok(stream) => stream,
             Err(error) => {
                 match &error {
-                    AttachmentError::Host(host) if !host.frees_pages() => self.free_later(id),
+                    AgentError::Host(host) if !host.frees_pages() => self.free_later(id),
                     _ => self.free(id),
                 }
                 return Err(error);
@@ -122,7 +178,7 @@ impl Pages {
             }),
             Err(error) => {
                 self.end(id, &mut stream);
-                Err(AttachmentError::Doorbell(error))
+                Err(AgentError::Doorbell(error))
             }
         }
     }
@@ -133,7 +189,7 @@ impl Pages {
         file: &OwnedFd,
         endpoint: AttachRequest,
         len: u64,
-    ) -> Result<Registered, AttachmentError> {
+    ) -> Result<Registered, AgentError> {
         let extents = self.keeper.pin(id, file)?;
         let region = RegionConfig {
             guest_addr: 0,
@@ -151,14 +207,14 @@ impl Pages {
         Ok(stream.register(register, &memory, deadline(REQUEST))?)
     }
 
-    fn open_stream(&self) -> Result<Stream, AttachmentError> {
+    fn open_stream(&self) -> Result<Stream, AgentError> {
         let port = REGISTRATION_PORT.get();
         let socket = vsock::connect_from_privileged_port(HOST, port, CONNECT);
-        let socket = socket.map_err(|source| AttachmentError::Connect { port, source })?;
+        let socket = socket.map_err(|source| AgentError::Connect { port, source })?;
         // Nothing was requested yet.
         Stream::open(socket, &self.key, deadline(REQUEST)).map_err(|error| match error {
             RegistrationError::Refused(refusal) => RegistrationError::Refused(refusal).into(),
-            error => AttachmentError::Connect {
+            error => AgentError::Connect {
                 port,
                 source: io::Error::other(error),
             },

@@ -4,14 +4,15 @@
 //! The agent sends it files over a Unix socket (SOCK_SEQPACKET) with a path, where the next agent finds it again. It ends
 //! when it has neither an agent nor a pin.
 //!
-//! This file has the agent's side, `process` the keeper's.
+//! This file has the agent's side, `process` the keeper's. The keeper is the same program as the agent, which
+//! [`KeeperEntry::enter`] makes a keeper.
 //!
 //! # Invariants
 //! - Pages stay pinned until the agent says that the host has ended their attachment.
 //! - It has one agent at a time.
 //! - It never reads or writes a page.
 
-pub(crate) mod process;
+mod process;
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -24,34 +25,26 @@ use std::time::Duration;
 
 use rustix::event::PollFlags;
 use rustix::net::{Shutdown, SocketType, shutdown};
-use zerosock::guest::wire::{AttachmentId, MAX_EXTENTS};
 use zerosock_ring::Extent;
 use zerosock_sys::socket_file::{self, SocketFileOptions};
 use zerosock_sys::{fd_passing, socket_path, wait_ready};
 
-/// The subcommand of the keeper.
-const COMMAND: &str = "guest-keeper";
+pub use self::process::KeeperEntry;
+use self::process::{BUSY, COMMAND, DONE, EXTENT_LEN, MAX_ANSWER, OP_PIN, OP_UNPIN};
+use crate::control::guest::wire::AttachmentId;
+
 /// Time limit of a request; pinning many pages takes time.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Times that an agent looks for a keeper: one may end, or start, meanwhile.
 const ATTEMPTS: usize = 5;
 
-const OP_PIN: u8 = 1;
-const OP_UNPIN: u8 = 2;
-const REQUEST_LEN: usize = 1 + size_of::<AttachmentId>();
-/// The first byte of an answer, and what follows: extents, or a text.
-const DONE: u8 = 0;
-const FAILED: u8 = 1;
-/// The first message to an agent, if the keeper has another one; else it is an empty [`DONE`].
-const BUSY: u8 = 2;
-const EXTENT_LEN: usize = 16;
-const MAX_ANSWER: usize = 1 + EXTENT_LEN * MAX_EXTENTS;
-
 /// Why the keeper has not done what the agent needs.
 #[derive(Debug, thiserror::Error)]
 pub enum KeeperError {
     /// It has another agent.
-    #[error("another `zerosock guest` runs in this guest; end it first")]
+    #[error(
+        "another `zerosock guest`, or a program in its place, runs in this guest; end it first, or attach to it"
+    )]
     Busy,
     /// It has refused, with this text.
     #[error("{0}")]
@@ -77,7 +70,7 @@ impl Keeper {
     ///
     /// # Errors
     /// See [`KeeperError`].
-    pub fn find_or_start(path: &Path) -> Result<Keeper, KeeperError> {
+    pub fn find_or_start(path: &Path, _: KeeperEntry) -> Result<Keeper, KeeperError> {
         let mut last = io::ErrorKind::TimedOut.into();
         for _ in 0..ATTEMPTS {
             let found = socket_path::connect(path, SocketType::SEQPACKET, TIMEOUT);
@@ -188,7 +181,7 @@ fn listen(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Starts a keeper with this listener. A thread waits for its end, so that no zombie is left.
+/// Starts this program as a keeper with this listener. A thread waits for its end, so that no zombie is left.
 fn start(listener: OwnedFd) -> io::Result<()> {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("zerosock").arg(COMMAND).current_dir("/");

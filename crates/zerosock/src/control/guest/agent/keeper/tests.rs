@@ -22,9 +22,9 @@ fn keeper() -> (TempDir, PathBuf, JoinHandle<io::Result<()>>) {
 #[test]
 fn a_keeper_has_one_agent_and_ends_with_it_when_it_has_no_pins() {
     let (_dir, path, thread) = keeper();
-    let first = Keeper::find_or_start(&path).unwrap();
+    let first = Keeper::find_or_start(&path, KeeperEntry(())).unwrap();
     first.unpin(ID).unwrap();
-    let second = Keeper::find_or_start(&path);
+    let second = Keeper::find_or_start(&path, KeeperEntry(()));
     assert!(matches!(second, Err(KeeperError::Busy)), "{second:?}");
     first.unpin(ID).unwrap();
     drop(first);
@@ -34,7 +34,7 @@ fn a_keeper_has_one_agent_and_ends_with_it_when_it_has_no_pins() {
 #[test]
 fn files_of_other_pages_are_refused_by_name() {
     let (_dir, path, thread) = keeper();
-    let agent = Keeper::find_or_start(&path).unwrap();
+    let agent = Keeper::find_or_start(&path, KeeperEntry(())).unwrap();
     for (len, error) in [
         (4096, "4096 bytes are not a number of huge pages"),
         (0, "0 bytes are not a number of huge pages"),
@@ -56,7 +56,7 @@ fn files_of_other_pages_are_refused_by_name() {
 #[test]
 fn a_request_of_another_form_ends_the_connection() {
     let (_dir, path, thread) = keeper();
-    let agent = Keeper::find_or_start(&path).unwrap();
+    let agent = Keeper::find_or_start(&path, KeeperEntry(())).unwrap();
     fd_passing::send(&agent, &[IoSlice::new(b"short")], &[]).unwrap();
     let error = agent.unpin(ID).unwrap_err();
     assert!(matches!(error, KeeperError::Gone(_)), "{error}");

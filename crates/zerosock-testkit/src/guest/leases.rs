@@ -1,12 +1,13 @@
-//! A program on pages of this guest, which receives in leases and sends back in loans: prints what it has copied.
+//! A program on pages of this guest, of an agent or by itself, which receives in leases and sends back in loans: prints what it has copied.
 
-use std::io;
+use std::io::{self, Write};
 use std::net::Shutdown;
 use std::path::PathBuf;
 
 use clap::Args;
 use sha2::{Digest, Sha256};
-use zerosock::vsock::Endpoint;
+use zerosock::guest::key::GuestKey;
+use zerosock::vsock::{Endpoint, GuestAgent, KeeperEntry};
 use zerosock::{Address, Cid, Port};
 use zerosock_cli::vm::pattern::Pattern;
 
@@ -18,8 +19,11 @@ const WINDOW: usize = 64 << 10;
 #[derive(Debug, Args)]
 pub(super) struct Options {
     /// The socket of `zerosock guest`
+    #[arg(long, required_unless_present = "key")]
+    socket: Option<PathBuf>,
+    /// Do without `zerosock guest`, with this key
     #[arg(long)]
-    socket: PathBuf,
+    key: Option<PathBuf>,
     /// The port of the host
     #[arg(long)]
     port: u32,
@@ -29,9 +33,22 @@ pub(super) struct Options {
 }
 
 pub(super) fn run(options: &Options) -> io::Result<()> {
-    let endpoint = Endpoint::builder()
-        .attach(&options.socket)
-        .map_err(io::Error::other)?;
+    let agent = match &options.key {
+        Some(path) => {
+            let key = GuestKey::new(&std::fs::read(path)?).map_err(io::Error::other)?;
+            let agent = GuestAgent::start(KeeperEntry::enter(), key);
+            Some(agent.map_err(io::Error::other)?)
+        }
+        None => None,
+    };
+    let builder = Endpoint::builder();
+    let endpoint = match (&agent, &options.socket) {
+        (Some(agent), _) => builder.attach_guest(agent)?,
+        (None, Some(socket)) => builder.attach(socket)?,
+        (None, None) => return Err(io::ErrorKind::InvalidInput.into()),
+    };
+    println!("attached");
+    io::stdout().flush()?;
     let stream = endpoint.connect(Address::new(Cid::HOST, Port::new(options.port)))?;
     let (mut hasher, mut window) = (Sha256::new(), vec![0; WINDOW]);
     while let Some(lease) = stream.recv()? {

@@ -19,6 +19,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
+use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
 use zerosock_cli::Failure;
 
 /// The first argument of the agent's program.
@@ -46,6 +47,15 @@ enum Command {
     Pages(pages::Step),
     /// Become a program of a user without capabilities
     Unprivileged {
+        /// The user
+        #[arg(long, default_value = "65534")]
+        uid: u32,
+        /// Program and arguments
+        #[arg(last = true, required = true)]
+        argv: Vec<OsString>,
+    },
+    /// Become a program of root that has not CAP_SYS_ADMIN
+    WithoutSysAdmin {
         /// Program and arguments
         #[arg(last = true, required = true)]
         argv: Vec<OsString>,
@@ -59,14 +69,12 @@ enum Command {
 }
 
 /// Returns only if the program cannot be executed.
-fn unprivileged(argv: &[OsString]) -> io::Error {
-    /// A user without privileges.
-    const USER: u32 = 65534;
+fn become_program(argv: &[OsString], uid: u32) -> io::Error {
     let Some((program, arguments)) = argv.split_first() else {
         return io::ErrorKind::InvalidInput.into();
     };
     let mut command = std::process::Command::new(program);
-    command.args(arguments).uid(USER).gid(USER).exec()
+    command.args(arguments).uid(uid).gid(uid).exec()
 }
 
 /// Runs the subcommand of the arguments after [`NAME`].
@@ -78,7 +86,12 @@ pub fn main() -> ExitCode {
         Command::Attach(options) => attach::run(&options),
         Command::Leases(options) => leases::run(&options),
         Command::Pages(step) => pages::run(step),
-        Command::Unprivileged { argv } => Err(unprivileged(&argv)),
+        Command::Unprivileged { uid, argv } => Err(become_program(&argv, uid)),
+        Command::WithoutSysAdmin { argv } => {
+            remove_capability_from_bounding_set(CapabilitySet::SYS_ADMIN)
+                .map_err(io::Error::from)
+                .and_then(|()| Err(become_program(&argv, 0)))
+        }
         Command::HideXstate { argv } => xstate::run(&argv),
     };
     Failure::exit_code(NAME, done.map_err(Failure::runtime))

@@ -41,8 +41,11 @@ pub(super) enum Step {
     },
     /// As the next agent: unpins the pages
     Unpin,
-    /// Pins a page and prints where it lies
-    Find,
+    /// Pins pages and prints where they lie
+    Find {
+        #[arg(long, default_value = "1")]
+        pages: u64,
+    },
 }
 
 pub(super) fn run(step: Step) -> io::Result<()> {
@@ -82,8 +85,8 @@ pub(super) fn run(step: Step) -> io::Result<()> {
             dir.remove("other")
         }
         Step::Unpin => keeper()?.unpin(ID).map_err(other),
-        Step::Find => {
-            let file = zerosock_sys::memfd::create_huge("page", HUGE_PAGE)?;
+        Step::Find { pages } => {
+            let file = zerosock_sys::memfd::create_huge("page", pages * HUGE_PAGE)?;
             let mapping = HugeMapping::new(&file).map_err(other)?;
             let pin = Pin::new(&mapping).map_err(other)?;
             let extents = pagemap::extents(&mapping, &pin).map_err(other)?;

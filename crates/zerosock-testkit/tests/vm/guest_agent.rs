@@ -295,6 +295,14 @@ fn refusals(host: &StandIn) {
         .machine
         .shell("chmod 644 /key; /bin/zerosock guest --key /key; chmod 600 /key");
     assert_contains(&other, &["--key /key", "mode 0644: change it to 0600"]);
+    // By name and by status, before it makes anything.
+    for privileges in ["unprivileged --uid 1000", "without-sys-admin"] {
+        let agent = "/bin/zerosock guest --port-only --socket /tmp/other.sock";
+        let text = host.machine.shell(&format!(
+            "/bin/zerosock {NAME} {privileges} -- {agent}; echo status=$?"
+        ));
+        assert_contains(&text, &["this process needs CAP_SYS_ADMIN", "status=1"]);
+    }
     // As in a privileged container: process 1 there has the same mounts as the agent.
     let container = "mount -t proc proc /proc; /bin/zerosock guest --key /key; true";
     let container = format!("/bin/busybox unshare -p -m -f sh -c '{container}'");

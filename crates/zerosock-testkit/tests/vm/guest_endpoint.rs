@@ -1,10 +1,11 @@
-//! A guest endpoint as users have it, with stock guests: `serve --guest-endpoints` on the host, `zerosock guest` in the guest,
-//! and a program of the guest without privileges, `zerosock nc`, which attaches there as it would on a host. Bytes cross both
-//! ways unchanged, and the pages are free again when the program has ended, or was killed under traffic.
+//! Guest endpoints as users have them, with stock guests: `serve --guest-endpoints` on the host, `zerosock guest` in the guest,
+//! and programs of the guest without privileges, `zerosock nc`, which attach there as they would on a host. Bytes cross both
+//! ways unchanged, and the pages are free again when the programs have ended, or were killed under traffic. The pages lie
+//! above 4 GiB.
 
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,6 +20,7 @@ use zerosock_testkit::protocol::Command;
 use zerosock_testkit::remote::Pending;
 
 use crate::Alone;
+use crate::guest_direct;
 use crate::guest_pages::Machine;
 use crate::lab::{STEP, Skipped, echo, short_dir, zerosock};
 
@@ -30,11 +32,13 @@ pub(crate) const ALL: &[(&str, Alone)] = &[
     ("a_program_streams_from_its_pages_on_6.1", || stream("6.1")),
 ];
 
-const KEY: &str = "0123456789abcdef0123456789abcdef";
-const PORT: u32 = 4321;
-/// Huge pages of the guest: those of one endpoint.
-const PAGES: u64 = 32;
+pub(crate) const KEY: &str = "0123456789abcdef0123456789abcdef";
+pub(crate) const PORT: u32 = 4321;
+/// Huge pages of the guest: those of [`CLIENTS`] endpoints, and of no other one.
+pub(crate) const PAGES: u64 = 40;
 const BYTES: usize = 16 << 20;
+/// Clients at once, each with a part of the bytes.
+const CLIENTS: usize = 4;
 
 /// A daemon that lets its VM have endpoints.
 fn start_daemon(endpoint: &Endpoint, key: &Path) -> Device {
@@ -102,13 +106,14 @@ fn stream(release: &str) -> Result<(), Skipped> {
     std::fs::set_permissions(&key, mode).expect("a mode");
     let listener = hybrid::listen(&endpoint.uds, PORT).expect("a port of the host");
     let device = start_daemon(&endpoint, &key);
-    let machine = Machine::boot(release, Some(&endpoint.vhost))?;
+    let machine = Machine::boot_large(release, &endpoint.vhost)?;
     let setup = format!(
         "echo {PAGES} > /proc/sys/vm/nr_hugepages; printf %s {KEY} > /key; chmod 600 /key; \
          dd if=/dev/urandom of=/tmp/sent bs=1M count={} 2>/dev/null; chmod 644 /tmp/sent",
         BYTES >> 20
     );
     assert_eq!(machine.shell(&setup), "");
+    assert_above_4_gib(&machine);
     let agent = "/bin/zerosock guest --key /key --attach-uid 65534 --socket-mode 0666";
     let argv = agent.split(' ').map(str::to_owned).collect();
     let started = machine.guest.remote.run(Command::Start { argv }, STEP);
@@ -135,12 +140,58 @@ fn stream(release: &str) -> Result<(), Skipped> {
     assert_eq!(sums, format!("{sum}  sent\n{sum}  back\n"));
     machine.take_in_time(PAGES);
 
+    several_at_once(&machine, &listener);
     killed_under_traffic(&machine, &listener);
+    guest_direct::run(&machine, &listener, &device);
     Ok(())
 }
 
+fn assert_above_4_gib(machine: &Machine) {
+    let text = machine.pages(&format!("find --pages {PAGES}"));
+    let addresses = text.split("addr: ").skip(1);
+    let addresses: Vec<u64> = addresses
+        .map(|rest| rest.split(',').next().and_then(|addr| addr.parse().ok()))
+        .map(|addr| addr.unwrap_or_else(|| panic!("{text}")))
+        .collect();
+    assert!(!addresses.is_empty(), "{text}");
+    assert!(addresses.iter().all(|&addr| addr >= 4 << 30), "{text}");
+}
+
+/// Programs that are attached at the same time get their own bytes back.
+fn several_at_once(machine: &Machine, listener: &UnixListener) {
+    let part = BYTES / CLIENTS >> 20;
+    let split =
+        format!("split -b {part}m /tmp/sent /tmp/sent.; chmod 644 /tmp/sent.*; ls /tmp/sent.*");
+    let parts = machine.shell(&split);
+    let parts: Vec<&str> = parts.lines().collect();
+    assert_eq!(parts.len(), CLIENTS);
+    let clients: Vec<_> = parts
+        .iter()
+        .map(|sent| nc(machine, &format!("< {sent} > {sent}.back")))
+        .collect();
+    // All are attached before one is served.
+    let sockets: Vec<_> = clients
+        .iter()
+        .map(|_| hybrid::accept(listener, STEP).expect("a connection"))
+        .collect();
+    let echoes: Vec<_> = sockets
+        .into_iter()
+        .map(|socket| thread::spawn(move || serve_echo(socket).len()))
+        .collect();
+    for client in clients {
+        let outcome = client.wait(STEP).expect("an outcome");
+        assert_eq!((outcome.bytes, outcome.text.as_deref()), (0, Some("")));
+    }
+    for echo in echoes {
+        assert_eq!(echo.join().expect("all bytes"), part << 20);
+    }
+    let compare = "for sent in /tmp/sent.a?; do cmp $sent $sent.back; done";
+    assert_eq!(machine.shell(compare), "");
+    machine.take_in_time(PAGES);
+}
+
 /// A program gets SIGKILL while bytes cross both ways.
-fn killed_under_traffic(machine: &Machine, listener: &std::os::unix::net::UnixListener) {
+fn killed_under_traffic(machine: &Machine, listener: &UnixListener) {
     let client = nc(machine, "< /dev/zero > /dev/null");
     let mut socket = hybrid::accept(listener, STEP).expect("a connection");
     socket.set_read_timeout(Some(STEP)).expect("a time limit");

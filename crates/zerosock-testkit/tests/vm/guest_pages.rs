@@ -32,6 +32,8 @@ pub(crate) const ALL: &[(&str, Alone)] = &[
 
 /// Below 3 GiB the whole memory is one region: an address is an offset in its file.
 const MEMORY: u64 = 768 << 20;
+/// A part of it lies above the hole for devices, from 4 GiB on: the kernel of the guest takes pages there first.
+const LARGE: u64 = 5 << 30;
 /// Pages of the attachment.
 const PAGES: u64 = 6;
 /// Pages of the guest.
@@ -47,6 +49,15 @@ pub(crate) struct Machine {
 impl Machine {
     /// With a vsock device, if a vhost-user socket of one is given.
     pub(crate) fn boot(release: &str, vsock: Option<&Path>) -> Result<Machine, Skipped> {
+        Machine::with_memory(release, vsock, MEMORY)
+    }
+
+    /// With memory above 4 GiB.
+    pub(crate) fn boot_large(release: &str, vsock: &Path) -> Result<Machine, Skipped> {
+        Machine::with_memory(release, Some(vsock), LARGE)
+    }
+
+    fn with_memory(release: &str, vsock: Option<&Path>, memory: u64) -> Result<Machine, Skipped> {
         let kernel = kernels::debian(release)?;
         // Shared memory, as that of a VM with devices over vhost-user.
         let dir = tempfile::Builder::new().prefix("zs").tempdir_in("/dev/shm");
@@ -55,8 +66,8 @@ impl Machine {
         let agent = agent(qemu::TTY);
         let image = Builder::new(&cache(), &kernel, &guest_program(), &agent, &[]);
         std::fs::write(&initramfs, image.expect("an initramfs").finish()).expect("a file");
+        let mib = memory >> 20;
         let memory = dir.path().join("memory");
-        let mib = MEMORY >> 20;
         let object = format!(
             "memory-backend-file,id=mem,size={mib}M,mem-path={},share=on",
             memory.display()

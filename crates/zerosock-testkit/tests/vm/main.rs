@@ -17,6 +17,7 @@ mod behaviours;
 mod entropy;
 mod guest_agent;
 mod guest_copies;
+mod guest_direct;
 mod guest_endpoint;
 mod guest_pages;
 mod jobs;

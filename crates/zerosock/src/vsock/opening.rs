@@ -84,9 +84,8 @@ impl From<OpenError> for io::Error {
             OpenError::Place(error) => error.kind(),
             OpenError::Name(_) => io::ErrorKind::InvalidInput,
             OpenError::Device(DeviceError(error)) => error.kind(),
-            OpenError::Guest(AgentError::TimedOut) => io::ErrorKind::TimedOut,
+            OpenError::System(error) | OpenError::Guest(AgentError::System(error)) => error.kind(),
             OpenError::Guest(_) => io::ErrorKind::Other,
-            OpenError::System(error) => error.kind(),
         };
         io::Error::new(kind, error)
     }
@@ -394,15 +393,13 @@ impl EndpointBuilder {
     /// ```no_run
     /// use zerosock::daemon::GuestKey;
     /// use zerosock::vsock::{Endpoint, GuestAgent, KeeperEntry};
-    /// use zerosock::{Address, Cid, Port};
     ///
     /// // First of all: this program is started again as the keeper, which pins pages.
     /// let keeper = KeeperEntry::enter();
     /// let key = GuestKey::new(&std::fs::read("/etc/zerosock/3.key")?)?;
     /// let agent = GuestAgent::start(keeper, key)?;
     /// let endpoint = Endpoint::builder().attach_guest(&agent)?;
-    /// let stream = endpoint.connect(Address::new(Cid::HOST, Port::new(7)))?;
-    /// # let _ = stream;
+    /// # drop(endpoint);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use rustix::net::{SendFlags, Shutdown, send, shutdown};
 use rustix::rand::{GetRandomFlags, getrandom};
 use tracing::{info, warn};
-use zerosock_ring::{MapError, Memory, RegionConfig};
+use zerosock_ring::{Memory, RegionConfig};
 use zerosock_sys::hugetlbfs::{HugeDir, HugePageError};
 use zerosock_sys::vsock;
 
@@ -24,7 +24,7 @@ use super::keeper::{Keeper, KeeperError};
 use crate::control::attach::AttachRequest;
 use crate::control::guest::client::{Registered, RegistrationError, Stream};
 use crate::control::guest::key::GuestKey;
-use crate::control::guest::wire::{AttachmentId, Reason, Refusal, Register};
+use crate::control::guest::wire::{AttachmentId, Register};
 use crate::control::guest::{DOORBELL_PORT, REGISTRATION_PORT};
 use crate::driver::guest_device::{FEATURES, GuestDevice};
 use crate::fault::Fault;
@@ -42,9 +42,9 @@ const ASK_AGAIN: Duration = Duration::from_secs(1);
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AgentError {
-    /// The process has not this capability.
-    #[error("this process needs {0}: run it as root, outside of containers")]
-    Capability(&'static str),
+    /// The process is not privileged.
+    #[error("this process needs CAP_SYS_ADMIN: run it as root, outside of containers")]
+    Capability,
     /// This directory cannot be made or read.
     #[error("{0}: {1}")]
     Dir(&'static str, io::Error),
@@ -54,9 +54,6 @@ pub enum AgentError {
     /// Another agent runs, or the pages cannot be pinned.
     #[error(transparent)]
     Keeper(#[from] KeeperError),
-    /// The memory cannot be mapped.
-    #[error(transparent)]
-    Map(#[from] MapError),
     /// The host does not listen, or this process may not connect from a port below 1024.
     #[error(
         "cannot connect to port {port:#x} of the host: {source}; the host runs `zerosock serve` with \
@@ -74,10 +71,7 @@ pub enum AgentError {
     /// The doorbell cannot be opened.
     #[error("cannot open the doorbell: {0}")]
     Doorbell(io::Error),
-    /// The host has not answered in time.
-    #[error("the host has not answered in time")]
-    TimedOut,
-    /// There is no thread, socket or descriptor left.
+    /// The host has not answered in time, or there is no thread or descriptor left.
     #[error(transparent)]
     System(#[from] io::Error),
 }
@@ -86,11 +80,7 @@ impl AgentError {
     /// The side at fault.
     pub fn fault(&self) -> Fault {
         match self {
-            AgentError::Host(RegistrationError::Refused(Refusal { reason, .. })) => match *reason {
-                Reason::CID_TAKEN | Reason::NAME_TAKEN | Reason::NOT_PERMITTED => Fault::Caller,
-                _ => Fault::Peer,
-            },
-            AgentError::Host(_) | AgentError::TimedOut => Fault::Peer,
+            AgentError::Host(_) => Fault::Peer,
             _ => Fault::System,
         }
     }
@@ -163,7 +153,7 @@ impl Pages {
             Ok(stream) => stream,
             Err(error) => {
                 match &error {
-                    AgentError::Host(host) if !host.frees_pages() => self.free_later(id),
+                    AgentError::Host(host) if !host.frees_pages() => self.free_later(vec![id]),
                     _ => self.free(id),
                 }
                 return Err(error);
@@ -197,7 +187,7 @@ impl Pages {
             len,
             fd_offset: 0,
         };
-        let memory = Memory::map(vec![(file, region)])?;
+        let memory = Memory::map(vec![(file, region)]).map_err(io::Error::other)?;
         let stream = self.open_stream()?;
         let register = Register {
             attachment: id,
@@ -240,7 +230,7 @@ impl Pages {
                     attachment = name(id),
                     "the host has not confirmed the end: {error}"
                 );
-                self.free_later(id);
+                self.free_later(vec![id]);
             }
         }
     }
@@ -256,12 +246,6 @@ impl Pages {
         }
     }
 
-    /// Frees the pages of an attachment when the host tells that it does not use them. Gives up when the agent stops:
-    /// the file stays for the next agent.
-    fn free_later(&self, id: AttachmentId) {
-        self.free_all_later(vec![id]);
-    }
-
     /// Frees the pages of attachments of earlier agents. Returns when all are free, or when the agent stops.
     pub(super) fn recover(&self, names: Vec<String>) {
         let mut ids = Vec::new();
@@ -274,11 +258,12 @@ impl Pages {
                 None => warn!(name, "a file that is no attachment is left alone"),
             }
         }
-        self.free_all_later(ids);
+        self.free_later(ids);
     }
 
-    /// [`free_later`](Self::free_later) for several: one that stays in use does not keep the pages of the others.
-    fn free_all_later(&self, mut ids: Vec<AttachmentId>) {
+    /// Frees the pages of each attachment when the host tells that it does not use them. Gives up when the agent stops:
+    /// the files stay for the next agent.
+    fn free_later(&self, mut ids: Vec<AttachmentId>) {
         let mut last = String::new();
         loop {
             ids.retain(|&id| {

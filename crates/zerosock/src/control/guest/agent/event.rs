@@ -2,36 +2,29 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use rustix::event::PollFlags;
-use rustix::pipe::{PipeFlags, pipe_with};
+use rustix::event::{EventfdFlags, PollFlags, eventfd};
 use zerosock_sys::wait_ready;
 
-/// A pipe that hangs up when it happens.
+/// An eventfd, which is readable when it has happened.
 #[derive(Debug)]
-pub(super) struct Event {
-    reader: OwnedFd,
-    writer: Mutex<Option<OwnedFd>>,
-}
+pub(super) struct Event(OwnedFd);
 
 impl Event {
     pub(super) fn new() -> io::Result<Event> {
-        let (reader, writer) = pipe_with(PipeFlags::CLOEXEC)?;
-        let writer = Mutex::new(Some(writer));
-        Ok(Event { reader, writer })
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        Ok(Event(eventfd(0, flags)?))
     }
 
     /// It happens now, or has happened.
     pub(super) fn set(&self) {
-        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        *writer = None;
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
     /// Waits at most so long. Returns whether it has happened.
     pub(super) fn wait(&self, limit: Duration) -> bool {
-        let events = wait_ready(&self.reader, PollFlags::IN, Some(limit));
+        let events = wait_ready(&self.0, PollFlags::IN, Some(limit));
         // What cannot be waited for is no reason to go on.
         events.map_or(true, |events| !events.is_empty())
     }
@@ -39,6 +32,6 @@ impl Event {
 
 impl AsFd for Event {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.reader.as_fd()
+        self.0.as_fd()
     }
 }

@@ -14,7 +14,6 @@ mod attachment;
 mod client;
 mod event;
 pub mod keeper;
-mod server;
 
 use std::fs::DirBuilder;
 use std::io;
@@ -34,9 +33,9 @@ use zerosock_sys::hugetlbfs::HugeDir;
 
 pub use self::attachment::AgentError;
 use self::attachment::Pages;
+pub use self::client::Clients;
 use self::event::Event;
 use self::keeper::{Keeper, KeeperEntry};
-pub use self::server::Clients;
 use super::key::GuestKey;
 use crate::control::attach::AttachRequest;
 use crate::driver::guest_device::GuestDevice;
@@ -45,11 +44,6 @@ use crate::driver::guest_device::GuestDevice;
 const DIR: &str = "/run/zerosock";
 const PAGES: &str = "/run/zerosock/pages";
 const KEEPER: &str = "/run/zerosock/keeper.sock";
-/// What the agent cannot do without.
-const CAPABILITIES: [(CapabilitySet, &str); 2] = [
-    (CapabilitySet::SYS_ADMIN, "CAP_SYS_ADMIN"),
-    (CapabilitySet::NET_BIND_SERVICE, "CAP_NET_BIND_SERVICE"),
-];
 
 /// What a privileged program inside a virtual machine opens endpoints with that lie on pages of the machine, by
 /// [`EndpointBuilder::attach_guest`](crate::vsock::EndpointBuilder::attach_guest).
@@ -58,7 +52,7 @@ const CAPABILITIES: [(CapabilitySet, &str); 2] = [
 /// of endpoints in `/run/zerosock` when its process is killed, pinned by a process that it starts, and frees what another
 /// one has left there when the host does not use it any more.
 ///
-/// When it is dropped, its endpoints end, and it waits until the host has confirmed that, for at most 40 s. So drop
+/// When it is dropped, its endpoints end, and it waits until the host has confirmed that, for at most 45 s. So drop
 /// it before the end of the process, or leave the memory to the next one.
 #[derive(Debug)]
 pub struct Agent {
@@ -71,12 +65,12 @@ impl Agent {
     /// endpoints.
     ///
     /// # Errors
-    /// [`AgentError`]: a capability is missing, the process is in a container, another agent runs, or the keeper cannot be
+    /// [`AgentError`]: CAP_SYS_ADMIN is missing, the process is in a container, another agent runs, or the keeper cannot be
     /// started.
     pub fn start(keeper: KeeperEntry, key: GuestKey) -> Result<Agent, AgentError> {
         let held = capabilities(None).map_err(io::Error::from)?.effective;
-        if let Some((_, name)) = CAPABILITIES.iter().find(|(it, _)| !held.contains(*it)) {
-            return Err(AgentError::Capability(name));
+        if !held.contains(CapabilitySet::SYS_ADMIN) {
+            return Err(AgentError::Capability);
         }
         let made = DirBuilder::new().recursive(true).mode(0o755).create(DIR);
         made.map_err(|error| AgentError::Dir(DIR, error))?;
@@ -99,13 +93,18 @@ impl Agent {
             pages.recovered.set();
         })?;
         agent.spawn(|pages| {
-            wait_for_keeper(pages);
+            let mut fds = [
+                // Answers to other threads are no concern of this one: a hang-up is reported always.
+                PollFd::new(&pages.keeper, PollFlags::empty()),
+                PollFd::new(&pages.stop, PollFlags::IN),
+            ];
+            while poll(&mut fds, None) == Err(Errno::INTR) {}
             pages.stop.set();
         })?;
         Ok(agent)
     }
 
-    /// Ends all endpoints. Its descriptor hangs up.
+    /// Ends all endpoints.
     pub fn stop(&self) {
         self.pages.stop.set();
     }
@@ -133,8 +132,11 @@ impl Agent {
             Err(error) => drop(sender.send(Err(error))),
         })?;
         let left = limit.saturating_sub(begin.elapsed());
-        let device = device.recv_timeout(left);
-        Ok((device.map_err(|_| AgentError::TimedOut)??, theirs))
+        let device = device.recv_timeout(left).unwrap_or_else(|_| {
+            let text = "the host has not answered in time";
+            Err(io::Error::new(io::ErrorKind::TimedOut, text).into())
+        });
+        Ok((device?, theirs))
     }
 
     /// Starts a thread, which ends soon when the agent stops.
@@ -150,7 +152,7 @@ impl Agent {
 }
 
 impl AsFd for Agent {
-    /// Hangs up when the agent has stopped: by [`stop`](Agent::stop), or because the keeper has ended.
+    /// Readable when the agent has stopped: by [`stop`](Agent::stop), or because the keeper has ended.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.pages.stop.as_fd()
     }
@@ -164,14 +166,4 @@ impl Drop for Agent {
             let _ = thread.join();
         }
     }
-}
-
-/// Returns when the keeper has ended, or the agent stops.
-fn wait_for_keeper(pages: &Pages) {
-    let mut fds = [
-        // Answers to other threads are no concern of this one: a hang-up is reported always.
-        PollFd::new(&pages.keeper, PollFlags::empty()),
-        PollFd::new(&pages.stop, PollFlags::IN),
-    ];
-    while poll(&mut fds, None) == Err(Errno::INTR) {}
 }

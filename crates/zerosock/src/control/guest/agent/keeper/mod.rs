@@ -60,9 +60,9 @@ pub enum KeeperError {
 /// The agent's connection to its keeper. A hang-up of it is the end of the keeper.
 #[derive(Debug)]
 pub struct Keeper {
-    socket: Mutex<OwnedFd>,
-    /// The same connection, for those that wait for its end.
-    watched: OwnedFd,
+    socket: OwnedFd,
+    /// Has whoever waits for the answer to a request.
+    request: Mutex<()>,
 }
 
 impl Keeper {
@@ -82,9 +82,8 @@ impl Keeper {
             match greeted {
                 Ok((_, Some(BUSY))) => return Err(KeeperError::Busy),
                 Ok((socket, Some(_))) => {
-                    let watched = socket.try_clone().map_err(KeeperError::Start)?;
-                    let socket = Mutex::new(socket);
-                    return Ok(Keeper { socket, watched });
+                    let request = Mutex::default();
+                    return Ok(Keeper { socket, request });
                 }
                 Ok((_, None)) => {}
                 Err(error) => last = error,
@@ -127,15 +126,14 @@ impl Keeper {
         id: AttachmentId,
         fds: &[BorrowedFd<'_>],
     ) -> Result<Vec<u8>, KeeperError> {
-        // One request at a time.
-        let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = self.request.lock().unwrap_or_else(PoisonError::into_inner);
         let mut answer = [0; MAX_ANSWER];
         let request = [&[op][..], &id.0].concat();
-        let len = fd_passing::send(&*socket, &[IoSlice::new(&request)], fds)
-            .and_then(|_| receive(&*socket, &mut answer))
+        let len = fd_passing::send(&self.socket, &[IoSlice::new(&request)], fds)
+            .and_then(|_| receive(&self.socket, &mut answer))
             .map_err(|error| {
                 // A late answer must not be taken for that of the next request.
-                let _ = shutdown(&*socket, Shutdown::Both);
+                let _ = shutdown(&self.socket, Shutdown::Both);
                 KeeperError::Gone(error)
             })?;
         match answer.get(..len).and_then(<[u8]>::split_first) {
@@ -150,7 +148,7 @@ impl Keeper {
 
 impl AsFd for Keeper {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.watched.as_fd()
+        self.socket.as_fd()
     }
 }
 

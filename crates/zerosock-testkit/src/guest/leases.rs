@@ -1,6 +1,6 @@
 //! A program on pages of this guest, of an agent or by itself, which receives in leases and sends back in loans: prints what it has copied.
 
-use std::io::{self, Write};
+use std::io;
 use std::net::Shutdown;
 use std::path::PathBuf;
 
@@ -47,8 +47,6 @@ pub(super) fn run(options: &Options) -> io::Result<()> {
         (None, Some(socket)) => builder.attach(socket)?,
         (None, None) => return Err(io::ErrorKind::InvalidInput.into()),
     };
-    println!("attached");
-    io::stdout().flush()?;
     let stream = endpoint.connect(Address::new(Cid::HOST, Port::new(options.port)))?;
     let (mut hasher, mut window) = (Sha256::new(), vec![0; WINDOW]);
     while let Some(lease) = stream.recv()? {

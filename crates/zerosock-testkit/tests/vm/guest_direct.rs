@@ -80,7 +80,7 @@ fn exchange(machine: &Machine, listener: &UnixListener) {
     assert_eq!(sha256(&received), sha256(&Pattern::bytes(SEED, BYTES)));
     let outcome = client.wait(STEP).expect("an outcome");
     let expected = format!(
-        "attached\nreceived={BYTES} copied=0 sha256={}\nsent={BYTES} copied=0\n",
+        "received={BYTES} copied=0 sha256={}\nsent={BYTES} copied=0\n",
         sha256(&sent)
     );
     assert_eq!(outcome.text.as_deref(), Some(expected.as_str()));

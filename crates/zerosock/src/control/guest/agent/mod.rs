@@ -45,15 +45,13 @@ const DIR: &str = "/run/zerosock";
 const PAGES: &str = "/run/zerosock/pages";
 const KEEPER: &str = "/run/zerosock/keeper.sock";
 
-/// What a privileged program inside a virtual machine opens endpoints with that lie on pages of the machine, by
+/// The agent of a virtual machine, in a privileged program inside: it makes endpoints on pages of the machine for
 /// [`EndpointBuilder::attach_guest`](crate::vsock::EndpointBuilder::attach_guest).
 ///
-/// There is one for each virtual machine at a time, with `zerosock guest`, whose work it does, counted. It leaves the memory
-/// of endpoints in `/run/zerosock` when its process is killed, pinned by a process that it starts, and frees what another
-/// one has left there when the host does not use it any more.
+/// A machine has one agent, this or `zerosock guest`, with files in `/run/zerosock`. The keeper, a process that it starts,
+/// pins their pages and outlives it: the next agent frees them when the host does not use them any more.
 ///
-/// When it is dropped, its endpoints end, and it waits until the host has confirmed that, for at most 45 s. So drop
-/// it before the end of the process, or leave the memory to the next one.
+/// Dropping it ends its endpoints, and waits at most 45 s for the host to confirm that.
 #[derive(Debug)]
 pub struct Agent {
     pages: Arc<Pages>,
@@ -125,7 +123,7 @@ impl Agent {
         let (sender, device) = channel();
         self.spawn(move |pages| match pages.attach(request, len) {
             Ok(attachment) => {
-                // Whoever does not get it has closed the socket.
+                // A caller that does not wait any more has closed the socket.
                 let _ = sender.send(attachment.device());
                 pages.run(&ours, attachment, std::process::id());
             }

@@ -61,7 +61,7 @@ pub enum KeeperError {
 #[derive(Debug)]
 pub struct Keeper {
     socket: OwnedFd,
-    /// Has whoever waits for the answer to a request.
+    /// Locked from a request to its answer.
     request: Mutex<()>,
 }
 

@@ -128,8 +128,7 @@ impl Server<'_> {
             warn!("a process asks for {len} bytes; see --memory");
             return Err(Status::Full);
         }
-        let most = self.allowed.endpoints;
-        let more = |attached| (attached < most).then_some(attached + 1);
+        let more = |attached| (attached < self.allowed.endpoints).then_some(attached + 1);
         let counted = self
             .attached
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);

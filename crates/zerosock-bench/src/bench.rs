@@ -165,6 +165,7 @@ mod tests {
                     rounds: settings.rounds,
                     comparison: None,
                     rows: Vec::new(),
+                    grids: Vec::new(),
                     missing: Vec::new(),
                 },
             };

@@ -115,6 +115,7 @@ fn run(args: BenchArgs) -> Result<(), Failure> {
                     loss: settings.loss,
                 }),
                 rows: Vec::new(),
+                grids: Vec::new(),
                 missing: Vec::new(),
             },
         };

@@ -4,12 +4,15 @@
 //! - Every row names its peer; a row without a figure has the reason.
 //! - A ratio above 1 always means that zerosock is better.
 
+mod grid;
+
 use std::fmt::Write;
 
 use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::rounds::{Spread, interval, ratio};
+pub(crate) use grid::{Grid, Line};
 
 /// What a figure measures.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -112,6 +115,8 @@ pub(crate) struct Table {
     /// With other releases.
     pub(crate) comparison: Option<Comparison>,
     pub(crate) rows: Vec<Row>,
+    /// The figures, or further ones, in the form of another document.
+    pub(crate) grids: Vec<Grid>,
     /// Contestants that could not run, and how to install them.
     pub(crate) missing: Vec<Missing>,
 }
@@ -354,22 +359,9 @@ impl Table {
                 ratio_cell(row),
             ]);
         }
-        let width = |column: usize| {
-            let lengths = cells.iter().map(|row| row[column].chars().count());
-            lengths.max().unwrap_or(0)
-        };
-        let widths: Vec<usize> = (0..header.len()).map(width).collect();
-        for (at, row) in cells.iter().enumerate() {
-            for (cell, width) in row.iter().zip(&widths) {
-                let _ = write!(out, "| {cell:width$} ");
-            }
-            out.push_str("|\n");
-            if at == 0 {
-                for width in &widths {
-                    let _ = write!(out, "|{:-<1$}", "", width + 2);
-                }
-                out.push_str("|\n");
-            }
+        markdown(&mut out, &cells);
+        for grid in &self.grids {
+            grid.text(&mut out);
         }
         for missing in &self.missing {
             let _ = writeln!(out, "missing: {}: {}", missing.name, missing.reason);
@@ -394,8 +386,31 @@ impl Table {
             "placement": self.placement,
             "rounds": self.rounds,
             "rows": self.rows.iter().map(Row::json).collect::<Vec<_>>(),
+            "grids": self.grids.iter().map(Grid::json).collect::<Vec<_>>(),
             "missing": self.missing,
         })
+    }
+}
+
+/// Appends a table in Markdown; the first row is the header.
+fn markdown(out: &mut String, rows: &[Vec<String>]) {
+    let columns = rows.first().map_or(0, Vec::len);
+    let width = |column: usize| {
+        let lengths = rows.iter().map(|row| row[column].chars().count());
+        lengths.max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    for (at, row) in rows.iter().enumerate() {
+        for (cell, width) in row.iter().zip(&widths) {
+            let _ = write!(out, "| {cell:width$} ");
+        }
+        out.push_str("|\n");
+        if at == 0 {
+            for width in &widths {
+                let _ = write!(out, "|{:-<1$}", "", width + 2);
+            }
+            out.push_str("|\n");
+        }
     }
 }
 
@@ -483,6 +498,7 @@ mod tests {
                     peer: Err("not installed".into()),
                 },
             ],
+            grids: Vec::new(),
             missing: Vec::new(),
         };
         table.note_missing("iceoryx2", "not installed");

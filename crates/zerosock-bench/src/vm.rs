@@ -98,6 +98,8 @@ impl Side {
 pub(crate) struct Figures {
     /// The receiver's.
     pub(crate) outcome: Outcome,
+    /// The sender's, where there is one.
+    pub(crate) sent: Option<Outcome>,
     /// CPU time of the host's thread for each piece, in nanoseconds, when the host sends.
     pub(crate) sender_cpu: Option<f64>,
     /// CPU time of the guest for each piece, in nanoseconds, where it was measured.
@@ -105,9 +107,10 @@ pub(crate) struct Figures {
 }
 
 impl Figures {
-    fn of(outcome: Outcome) -> Figures {
+    pub(crate) fn of(outcome: Outcome) -> Figures {
         Figures {
             outcome,
+            sent: None,
             sender_cpu: None,
             guest_cpu: None,
         }
@@ -388,8 +391,9 @@ impl Vm {
             self.with_program(there, order.wait, |stream, there| {
                 let outcome = dequeue::run(&stream, how, order)?;
                 leave(&stream)?;
-                result(there)?;
-                Ok(Figures::of(outcome))
+                let mut figures = Figures::of(outcome);
+                figures.sent = Some(result(there)?.parse()?);
+                Ok(figures)
             })
         })
     }
@@ -419,6 +423,7 @@ impl Vm {
                 leave(sending.stream())?;
                 let mut figures = Figures::of(result(there)?.parse()?);
                 figures.sender_cpu = Some(cpu as f64 / sent.messages.max(1) as f64);
+                figures.sent = Some(sent);
                 Ok(figures)
             })
         })

@@ -63,7 +63,33 @@ pub(crate) trait Dequeue {
     fn wait(&mut self, len: usize) -> Result<(), Fault>;
 
     /// Dequeues `len` bytes, which are available, and checks them.
-    fn dequeue(&mut self, number: u64, len: usize) -> Result<Seen, Fault>;
+    fn dequeue(&mut self, number: u64, len: usize) -> Result<Dequeued, Fault>;
+}
+
+/// Result of a dequeue.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Dequeued {
+    seen: Seen,
+    /// Time in which the receiver read bytes that it had taken.
+    reading: Duration,
+}
+
+impl Dequeued {
+    /// Reads bytes that were taken, and measures it.
+    pub(crate) fn after(read: impl FnOnce() -> Result<Seen, Fault>) -> Result<Dequeued, Fault> {
+        let start = Instant::now();
+        let seen = read()?;
+        let reading = start.elapsed();
+        Ok(Dequeued { seen, reading })
+    }
+
+    /// Of a receiver that reads nothing, or reads during its call.
+    fn unread(seen: Seen) -> Dequeued {
+        Dequeued {
+            seen,
+            reading: Duration::ZERO,
+        }
+    }
 }
 
 /// Dequeues from a zerosock stream.
@@ -81,7 +107,7 @@ pub(crate) fn run(stream: &Stream, how: DequeueMode, order: &Order) -> Result<Ou
 /// Dequeues message after message until the last; each is as long as one piece.
 pub(crate) fn run_with(receiver: &mut impl Dequeue, order: &Order) -> Result<Outcome, Fault> {
     let mut outcome = Outcome::default();
-    let mut busy = Duration::ZERO;
+    let (mut busy, mut reading) = (Duration::ZERO, Duration::ZERO);
     let mut number = 0;
     // The other side may start late: measure from its first message.
     receiver.wait(order.size)?;
@@ -89,16 +115,19 @@ pub(crate) fn run_with(receiver: &mut impl Dequeue, order: &Order) -> Result<Out
     let mut start = None;
     loop {
         let available = Instant::now();
-        let seen = receiver.dequeue(number, order.size)?;
+        let dequeued = receiver.dequeue(number, order.size)?;
+        let seen = dequeued.seen;
         let done = Instant::now();
         number += 1;
         if start.is_some() || available - begin >= order.warm || seen == Seen::Last {
             let start = *start.get_or_insert(available);
             outcome.messages += 1;
             busy += done - available;
+            reading += dequeued.reading;
             if seen == Seen::Last {
                 outcome.nanoseconds = nanoseconds(done - start);
                 outcome.busy = Some(nanoseconds(busy));
+                outcome.calls = Some(nanoseconds(busy.saturating_sub(reading)));
                 outcome.total = Some(number);
                 return Ok(outcome);
             }
@@ -149,19 +178,21 @@ impl Dequeue for Receiver<'_> {
         Ok(())
     }
 
-    fn dequeue(&mut self, number: u64, len: usize) -> Result<Seen, Fault> {
+    fn dequeue(&mut self, number: u64, len: usize) -> Result<Dequeued, Fault> {
         if self.how.way == Way::Callback {
-            return self.read_in_callback(number, len);
+            return self.read_in_callback(number, len).map(Dequeued::unread);
         }
         if self.how.way == Way::Copies {
             let mut stream = self.stream;
             stream.read_exact(&mut self.buffer).map_err(line)?;
             return if self.how.touches {
-                let mut check = Check::new(number, len);
-                check.part(&self.buffer);
-                check.finish()
+                Dequeued::after(|| {
+                    let mut check = Check::new(number, len);
+                    check.part(&self.buffer);
+                    check.finish()
+                })
             } else {
-                check_name(number, &self.buffer)
+                check_name(number, &self.buffer).map(Dequeued::unread)
             };
         }
         // Holds all leases of the piece at once, as a program would.
@@ -178,12 +209,19 @@ impl Dequeue for Receiver<'_> {
             held += part.len();
             parts.push(part);
         }
-        let seen = self.check_leases(&parts, number, len)?;
+        let dequeued = if self.how.touches {
+            Dequeued::after(|| check_leases(&parts, number, len))?
+        } else {
+            let first = parts.first().ok_or("an empty message")?;
+            let mut bytes = [0; NAME];
+            first.lease.copy_to(first.at, &mut bytes);
+            Dequeued::unread(check_name(number, &bytes)?)
+        };
         if let Some(mut last) = parts.pop().filter(|_| held > len) {
             last.at = last.lease.len() - (held - len);
             self.leftover_lease = Some(last);
         }
-        Ok(seen)
+        Ok(dequeued)
     }
 }
 
@@ -209,30 +247,19 @@ impl Receiver<'_> {
         self.leftover_bytes = left;
         check.finish()
     }
+}
 
-    fn check_leases(
-        &mut self,
-        parts: &[LeasePart<'_>],
-        number: u64,
-        len: usize,
-    ) -> Result<Seen, Fault> {
-        if !self.how.touches {
-            let first = parts.first().ok_or("an empty message")?;
-            let mut bytes = [0; NAME];
-            first.lease.copy_to(first.at, &mut bytes);
-            return check_name(number, &bytes);
-        }
-        let mut check = Check::new(number, len);
-        for part in parts {
-            let mut skip = part.at;
-            part.lease.read().windows(|bytes| {
-                let (passed, bytes) = bytes.split_at(skip.min(bytes.len()));
-                skip -= passed.len();
-                check.part(&bytes[..bytes.len().min(check.missing())]);
-            });
-        }
-        check.finish()
+fn check_leases(parts: &[LeasePart<'_>], number: u64, len: usize) -> Result<Seen, Fault> {
+    let mut check = Check::new(number, len);
+    for part in parts {
+        let mut skip = part.at;
+        part.lease.read().windows(|bytes| {
+            let (passed, bytes) = bytes.split_at(skip.min(bytes.len()));
+            skip -= passed.len();
+            check.part(&bytes[..bytes.len().min(check.missing())]);
+        });
     }
+    check.finish()
 }
 
 /// Checks only the first [`NAME`] bytes of a message.

@@ -12,10 +12,10 @@ use rustix::event::{PollFd, PollFlags, poll};
 use zerosock_sys::vsock;
 
 use crate::peers::bytes::Bytes;
-use crate::peers::dequeue::{self, Dequeue};
+use crate::peers::dequeue::{self, Dequeue, Dequeued};
 use crate::worker::jobs;
 use crate::worker::order::{Job, Order, Outcome};
-use crate::worker::touch::{Check, Fault, Seen};
+use crate::worker::touch::{Check, Fault};
 
 /// Name in an order.
 pub(crate) const NAME: &str = "vsock";
@@ -69,7 +69,7 @@ impl Dequeue for Kernel {
         }
     }
 
-    fn dequeue(&mut self, number: u64, len: usize) -> Result<Seen, Fault> {
+    fn dequeue(&mut self, number: u64, len: usize) -> Result<Dequeued, Fault> {
         let mut filled = 0;
         while filled < len {
             match rustix::io::read(&self.socket, &mut self.buffer[filled..len]) {
@@ -79,9 +79,11 @@ impl Dequeue for Kernel {
                 Err(error) => return Err(text("read", error.into())),
             }
         }
-        let mut check = Check::new(number, len);
-        check.part(&self.buffer[..len]);
-        check.finish()
+        Dequeued::after(|| {
+            let mut check = Check::new(number, len);
+            check.part(&self.buffer[..len]);
+            check.finish()
+        })
     }
 }
 

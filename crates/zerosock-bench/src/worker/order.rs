@@ -67,6 +67,8 @@ pub(crate) struct Outcome {
     pub(crate) nanoseconds: u64,
     /// Of them, those received without waiting, where that was measured.
     pub(crate) busy: Option<u64>,
+    /// Of `busy`, the time without that in which the receiver read bytes that it had taken.
+    pub(crate) calls: Option<u64>,
     /// Messages received with those of the warm-up, where that was counted.
     pub(crate) total: Option<u64>,
     /// Of single round trips, in nanoseconds, where each was timed.
@@ -196,6 +198,7 @@ impl fmt::Display for Outcome {
         )?;
         for (key, value) in [
             ("busy", self.busy),
+            ("calls", self.calls),
             ("total", self.total),
             ("p50", self.p50),
             ("p99", self.p99),
@@ -222,6 +225,7 @@ impl FromStr for Outcome {
             messages: need("messages")?,
             nanoseconds: need("nanoseconds")?,
             busy: given("busy")?,
+            calls: given("calls")?,
             total: given("total")?,
             p50: given("p50")?,
             p99: given("p99")?,
@@ -283,6 +287,7 @@ mod tests {
                 messages: 5,
                 nanoseconds: 7,
                 busy: Some(6),
+                calls: Some(4),
                 total: Some(9),
                 p50: Some(1),
                 p99: Some(2),

@@ -4,6 +4,7 @@
 //! dequeues of 4 KiB to 512 KiB, by copying, in place, and in place with polling. The peer in each
 //! row is zerosock with copying. With `--vm`, the same over a VM (`vm.rs`).
 
+mod document;
 mod rows;
 mod vm;
 

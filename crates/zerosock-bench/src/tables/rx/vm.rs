@@ -2,6 +2,7 @@
 //! the same calls as between processes. To the guest: the host sends from a loan or by copying, and
 //! the guest's program dequeues by its kernel's `read()`, the only call that a stock kernel has.
 
+use super::document;
 use super::rows::{DEQUEUE, ROWS, SIZES, THROUGHPUT, TO_HOST, rows, value};
 use crate::bench::Bench;
 use crate::peers::dequeue::{COPY, IN_PLACE};
@@ -58,13 +59,22 @@ const TO_GUEST_ROWS: [(&str, usize, usize, Metric); 12] = [
 ];
 
 /// Ways to the host of a program of the guest that sends from its pages, behind those of [`TO_HOST`].
-const FROM_ENDPOINT: [(&str, Wait); 2] = [(IN_PLACE, Wait::Sleep), (IN_PLACE, Wait::Spin)];
+const FROM_ENDPOINT: [(&str, Wait); 3] = [
+    (COPY, Wait::Sleep),
+    (IN_PLACE, Wait::Sleep),
+    (IN_PLACE, Wait::Spin),
+];
 
-const FROM_ENDPOINT_ROWS: [(&str, usize, usize, Metric); 4] = [
-    ("from an endpoint, in place", 6, 0, THROUGHPUT),
-    ("from an endpoint, in place", 6, 0, GUEST_CPU),
-    ("from an endpoint, in place, polling", 7, 0, THROUGHPUT),
-    ("from an endpoint, in place, polling", 7, 0, GUEST_CPU),
+const FROM_ENDPOINT_ROWS: [(&str, usize, usize, Metric); 9] = [
+    ("from an endpoint, copying", 6, 0, DEQUEUE),
+    ("from an endpoint, copying", 6, 0, THROUGHPUT),
+    ("from an endpoint, copying", 6, 0, GUEST_CPU),
+    ("from an endpoint, in place", 7, 0, DEQUEUE),
+    ("from an endpoint, in place", 7, 0, THROUGHPUT),
+    ("from an endpoint, in place", 7, 0, GUEST_CPU),
+    ("from an endpoint, in place, polling", 8, 0, DEQUEUE),
+    ("from an endpoint, in place, polling", 8, 0, THROUGHPUT),
+    ("from an endpoint, in place, polling", 8, 0, GUEST_CPU),
 ];
 
 /// How both sides of a ping wait.
@@ -128,6 +138,8 @@ pub(super) fn rows_of_vm(bench: &mut Bench<'_>) {
         }
         _ => Ok(()),
     };
+    let (mut to_guest_table, mut to_host_table) =
+        (document::TO_GUEST.table(), document::TO_HOST.table());
     for (size, name, to_host) in cases().filter(|(_, name, _)| wanted(name)) {
         let value = |figures: &Figures, metric: Metric| match metric {
             SENDER_CPU => figures.sender_cpu.unwrap_or(f64::NAN),
@@ -150,6 +162,7 @@ pub(super) fn rows_of_vm(bench: &mut Bench<'_>) {
                 may_wait(wait)?;
                 vm.to_host(&order(size, wait), side, how)
             });
+            document::TO_HOST.fill(&mut to_host_table, size, &outcomes);
             rows(&mut bench.table, &name, &ROWS, &outcomes, value);
             rows(
                 &mut bench.table,
@@ -164,9 +177,11 @@ pub(super) fn rows_of_vm(bench: &mut Bench<'_>) {
                 may_wait(wait)?;
                 vm.to_guest(&order(size, wait), sending, side, how)
             });
+            document::TO_GUEST.fill(&mut to_guest_table, size, &outcomes);
             rows(&mut bench.table, &name, &TO_GUEST_ROWS, &outcomes, value);
         }
     }
+    bench.table.grids = vec![to_guest_table, to_host_table];
     if wanted(PING) {
         let ways = PINGS.map(|way| (format!("zerosock, {}, ping", way.0), way));
         let outcomes = bench.measure(PING, &ways, |&(_, side, wait)| {

@@ -36,7 +36,7 @@ pub(crate) struct BenchArgs {
     #[arg(long)]
     install_peers: bool,
 
-    /// In `rx`, `relay` and `net`, with a VM's guest as well: boots Debian's Linux 6.12 under QEMU
+    /// In `local`, `rx`, `relay` and `net`, with a VM's guest as well: boots Debian's Linux 6.12 under QEMU
     #[arg(long)]
     vm: bool,
 
@@ -44,14 +44,9 @@ pub(crate) struct BenchArgs {
     #[arg(long)]
     quick: bool,
 
-    /// Only the cases with this text in their name
-    #[arg(
-        long,
-        value_name = "TEXT",
-        default_value = "",
-        hide_default_value = true
-    )]
-    case: String,
+    /// Only the cases with this text in their name; can be repeated
+    #[arg(long, value_name = "TEXT")]
+    case: Vec<String>,
 
     /// Only against this peer; can be repeated. With --against-binary: also against this peer
     #[arg(long, value_name = "NAME")]
@@ -127,7 +122,8 @@ pub(crate) struct Settings {
     pub(crate) install_peers: bool,
     pub(crate) vm: bool,
     pub(crate) quick: bool,
-    pub(crate) case: String,
+    /// Texts of which a selected case has one; none: all cases.
+    pub(crate) cases: Vec<String>,
     pub(crate) against: Vec<String>,
     /// The releases to compare with.
     pub(crate) releases: Vec<Binary>,
@@ -186,7 +182,7 @@ impl Settings {
             install_peers: args.install_peers,
             vm: args.vm,
             quick: args.quick,
-            case: args.case,
+            cases: args.case,
             against: args.against,
             placements: placements(&args.placement, !args.against_binary.is_empty())?,
             releases: releases(args.against_binary)?,
@@ -220,7 +216,7 @@ impl Settings {
 
     /// Whether a case was selected.
     pub(crate) fn wants(&self, case: &str) -> bool {
-        case.contains(&self.case)
+        self.cases.is_empty() || self.cases.iter().any(|text| case.contains(text))
     }
 
     /// Whether a peer was selected.

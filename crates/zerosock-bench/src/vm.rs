@@ -1,31 +1,30 @@
-//! The other side of the tables `rx` and `relay` with `--vm`: a stock guest on a device in this process, and
+//! The other side of the tables `rx`, `local` and `relay` with `--vm`: a stock guest on a device in this process, and
 //! programs in the guest that use its kernel's AF_VSOCK.
 //!
 //! # Invariants
-//! - The guest boots once. In `rx` it stays on the sender's core, this process on the receiver's.
+//! - The guest boots once for a table. In `rx` and `local` it stays on the sender's core, this process on the receiver's.
 //! - What the machine lacks is reported as a reason; no row is left out.
 
 mod endpoint;
+mod relay;
 
 use std::cell::Cell;
 use std::io::{Read, Write};
-use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tempfile::TempDir;
 use zerosock::daemon::{GuestEndpoints, GuestKey};
 use zerosock::vsock::{Host, Listener, Stream};
 use zerosock::{Cid, Port};
 use zerosock_cli::vm::accel::Choice;
-use zerosock_cli::vm::pattern::{Pattern, sha256};
 use zerosock_cli::vm::qemu;
-use zerosock_testkit::datagrams::foreign_bytes;
 use zerosock_testkit::packages;
 use zerosock_testkit::protocol::{Command, Outcome as Done};
 use zerosock_testkit::remote::{Guest, Pending};
 
+use crate::bench::Bench;
 use crate::binary::WORKER;
 use crate::image::{Image, short_dir};
 use crate::pair::Cores;
@@ -36,16 +35,13 @@ use crate::report::line;
 use crate::worker::order::{Job, Order, Outcome, Wait};
 use crate::worker::touch::{Fault, Message};
 use crate::worker::{self, Link, jobs};
+pub(crate) use relay::{Relayed, Relaying};
 
 const CID: u32 = 3;
-/// CID of the guest itself, to itself.
-const LOOPBACK: u32 = 1;
 /// The key of the VM, for guest endpoints.
 const KEY: &str = "0123456789abcdef0123456789abcdef";
 /// Where programs of the guest attach.
 const SOCKET: &str = "/run/zerosock/attach.sock";
-/// Of the bytes that relays pass.
-const SEED: u64 = 1;
 const MEMORY_MIB: u64 = 448;
 /// Timeout of each step: the guest may be emulated on a busy machine.
 const STEP: Duration = Duration::from_secs(60);
@@ -129,8 +125,8 @@ pub(crate) struct Setup {
 }
 
 impl Setup {
-    /// One processor, on the sender's core.
-    pub(crate) fn rx(cores: Cores) -> Setup {
+    /// One processor, on the sender's core; its programs have endpoints.
+    fn endpoints(cores: Cores) -> Setup {
         Setup {
             cores,
             cpus: 1,
@@ -148,42 +144,51 @@ impl Setup {
     };
 }
 
-/// A measurement of a relay in the guest, between vsock and another socket.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Relaying<'a> {
-    /// As the program in the guest knows the relay.
-    pub(crate) way: &'a str,
-    /// `tcp`, `unix` or `udp`.
-    pub(crate) kind: &'a str,
-    /// CID of the other side: this process, or the guest itself.
-    pub(crate) cid: u32,
-    pub(crate) is_from_vsock: bool,
-    pub(crate) bytes: usize,
-    /// Of a write, or of a datagram.
-    pub(crate) chunk: usize,
+/// A guest in software emulation needs this multiple of the warm-up time.
+const WARM_UP_FACTOR: u32 = 3;
+
+/// Boots a guest whose programs may have endpoints, and lets `run` measure over it, on a thread of its own, because
+/// that is on the receiver's core. The table says what is missing.
+pub(crate) fn measure_over(bench: &mut Bench<'_>, run: impl FnOnce(&mut Bench<'_>, &Vm) + Send) {
+    let measure = || {
+        let vm = match Vm::boot(Setup::endpoints(bench.cores)) {
+            Ok(vm) => vm,
+            Err(reason) => return bench.table.note_missing("VM", &reason),
+        };
+        bench.table.method = format!("{} {}", bench.table.method, vm.describe());
+        if let Some(reason) = vm.no_endpoints() {
+            bench.table.note_missing("endpoints in the VM", reason);
+        }
+        run(bench, &vm);
+    };
+    thread::scope(|scope| {
+        if scope.spawn(measure).join().is_err() {
+            panic!("the measurement of the VM panicked");
+        }
+    });
 }
 
-/// Result of a measurement of a relay.
-#[derive(Clone, Debug)]
-pub(crate) struct Relayed {
-    /// That arrived, with the right contents.
-    pub(crate) bytes: u64,
-    /// From the first to the last of them.
-    time: Duration,
-    /// All processors of the guest.
-    busy: Duration,
-    /// The way that `zerosock relay` took.
-    pub(crate) way: Option<String>,
-}
-
-impl Relayed {
-    pub(crate) fn mb_s(&self) -> f64 {
-        self.bytes as f64 / 1e6 / self.time.as_secs_f64()
+/// The order of a measurement over a VM.
+///
+/// # Errors
+/// A spinning host takes the guest's only core.
+pub(crate) fn order(bench: &Bench<'_>, size: usize, wait: Wait) -> Result<Order, Fault> {
+    if wait == Wait::Spin && bench.cores.sender.is_none() {
+        return Err("a spinning host needs a core beside the guest's".to_owned());
     }
-
-    pub(crate) fn cpu_s_per_gb(&self) -> f64 {
-        self.busy.as_secs_f64() * 1e9 / self.bytes as f64
-    }
+    Ok(Order {
+        peer: String::new(),
+        job: Job::Receive,
+        wait,
+        size,
+        warm: bench.settings.warm * WARM_UP_FACTOR,
+        time: bench.settings.time,
+        cpu: None,
+        other_cpu: None,
+        place: "-".to_owned(),
+        to: None,
+        how: None,
+    })
 }
 
 /// A running guest, and the host in this process.
@@ -256,120 +261,15 @@ impl Vm {
         Ok(vm)
     }
 
-    /// Why the guest has no socat; `None`: it has.
-    pub(crate) fn socat(&self) -> Option<&str> {
-        self.socat.as_deref()
-    }
-
     /// Why programs of the guest have no endpoints; `None`: they may have.
     pub(crate) fn no_endpoints(&self) -> Option<&str> {
         self.no_endpoints.as_deref()
-    }
-
-    /// Description for the tables.
-    pub(crate) fn describe_kernel(&self) -> String {
-        let Guest { release, accel, .. } = &self.guest;
-        format!("a guest with Linux {release} and two processors under {accel}")
-    }
-
-    fn run(&self, words: &str) -> Pending {
-        let argv = words.split(' ').map(str::to_owned).collect();
-        self.guest.remote.start(Command::Run { argv })
     }
 
     fn port(&self) -> u32 {
         let port = self.ports.get() + 1;
         self.ports.set(port);
         port
-    }
-
-    /// Lets a relay in the guest pass bytes, which the receiver compares.
-    pub(crate) fn relay(&self, relaying: &Relaying<'_>) -> Result<Relayed, Fault> {
-        let Relaying {
-            way,
-            kind,
-            cid,
-            is_from_vsock,
-            bytes,
-            chunk,
-        } = *relaying;
-        if way == "socat"
-            && let Some(reason) = &self.socat
-        {
-            return Err(format!("no socat in the guest: {reason}"));
-        }
-        let port = self.port();
-        let mut words = format!(
-            "/bin/zerosock {} sockmap --way {way} --kind {kind} --cid {cid} --port {port} \
-             --bytes {bytes} --chunk {chunk} --seed {SEED}",
-            zerosock_testkit::guest::NAME
-        );
-        if is_from_vsock {
-            words.push_str(" --back");
-        }
-        let (there, here) = if cid == LOOPBACK {
-            (self.run(&words), None)
-        } else {
-            let listener = self.host.listen(Port::new(port), 1).map_err(line)?;
-            let there = self.run(&words);
-            let stream = match accept(&listener, Wait::Sleep) {
-                Ok(stream) => stream,
-                Err(fault) => {
-                    let said = relayed(there).err().unwrap_or_default();
-                    return Err(format!("{fault}: {said}"));
-                }
-            };
-            if is_from_vsock {
-                let bytes = Pattern::bytes(SEED, bytes);
-                for piece in bytes.chunks(chunk) {
-                    (&stream).write_all(piece).map_err(line)?;
-                }
-                stream.shutdown(Shutdown::Write).map_err(line)?;
-                leave(&stream)?;
-                (there, None)
-            } else {
-                let received = read_to_end(&stream)?;
-                (there, Some(received))
-            }
-        };
-        let said = relayed(there)?;
-        let value = |name: &str| {
-            said.split_whitespace()
-                .find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
-        };
-        let number = |name: &str| {
-            let number = value(name).and_then(|text| text.parse::<u64>().ok());
-            number.ok_or_else(|| format!("no {name}: {said}"))
-        };
-        let sent = Pattern::bytes(SEED, bytes);
-        let (arrived, time) = match here {
-            Some((received, time)) => {
-                let foreign = foreign_bytes(&sent, &received, chunk);
-                if foreign > 0 {
-                    return Err(format!("{foreign} other bytes than were sent"));
-                }
-                (received.len() as u64, time)
-            }
-            None if is_from_vsock => {
-                if value("client_sha256") != Some(sha256(&sent).as_str()) {
-                    return Err(format!("other bytes than were sent: {said}"));
-                }
-                (bytes as u64, Duration::from_micros(number("sent_us")?))
-            }
-            None => {
-                let arrived = number("far_bytes")?;
-                if number("far_foreign")? != 0 {
-                    return Err(format!("other bytes than were sent: {said}"));
-                }
-                (arrived, Duration::from_micros(number("far_us")?))
-            }
-        };
-        Ok(Relayed {
-            bytes: arrived,
-            time,
-            busy: Duration::from_micros(number("busy_us")?),
-            way: value("way").map(str::to_owned),
-        })
     }
 
     /// Description for the tables.
@@ -468,33 +368,6 @@ impl Vm {
             Ok(stream) => run(stream, there),
             Err(fault) => Err(result(there).err().unwrap_or(fault)),
         }
-    }
-}
-
-/// Everything that arrives, and the time from the first to the last byte.
-fn read_to_end(mut stream: &Stream) -> Result<(Vec<u8>, Duration), Fault> {
-    let (mut all, mut buffer) = (Vec::new(), vec![0; 256 << 10]);
-    let mut first = None;
-    let mut last = Instant::now();
-    loop {
-        let count = stream.read(&mut buffer).map_err(line)?;
-        if count == 0 {
-            return Ok((all, last - first.unwrap_or(last)));
-        }
-        last = Instant::now();
-        first.get_or_insert(last);
-        all.extend_from_slice(&buffer[..count]);
-    }
-}
-
-/// What the program in the guest that relays has printed.
-fn relayed(there: Pending) -> Result<String, Fault> {
-    let Done { bytes, text, .. } = there.wait(STEP).map_err(line)?;
-    let said = text.unwrap_or_default();
-    let result = said.lines().find_map(|line| line.strip_prefix("sockmap: "));
-    match result {
-        Some(result) if bytes == 0 => Ok(result.to_owned()),
-        _ => Err(format!("in the guest: {}", line(&said))),
     }
 }
 

@@ -17,17 +17,18 @@ const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Runs a table over a VM only, as short as possible; returns it.
 fn bench(table: &str, path: Option<&str>) -> Value {
-    bench_cases(table, "VM", path)
+    bench_cases(table, &["VM"], path)
 }
 
-/// Runs the cases of a table with this text in their name.
-fn bench_cases(table: &str, cases: &str, path: Option<&str>) -> Value {
+/// Runs the cases of a table with one of these texts in their name.
+fn bench_cases(table: &str, cases: &[&str], path: Option<&str>) -> Value {
     let dir = tempfile::tempdir().expect("a directory");
     let (figures, said) = (dir.path().join("figures"), dir.path().join("said"));
     let mut command = Command::new(env!("CARGO_BIN_EXE_zerosock-bench"));
     command
-        .args([table, "--vm", "--quick", "--case", cases, "--json"])
+        .args([table, "--vm", "--quick", "--json"])
         .arg(&figures)
+        .args(cases.iter().flat_map(|case| ["--case", case]))
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(File::create(&said).expect("a file"));
@@ -57,43 +58,98 @@ fn lacks_guests(name: &str) -> bool {
     lacking.is_some()
 }
 
+/// Checks that a row has two figures.
+fn has_figures(table: &Value, name: &str, metric: &str) {
+    let rows = table["rows"].as_array().expect("rows");
+    let is_it = |row: &&Value| row["name"] == name && row["metric"] == metric;
+    let row = rows.iter().find(is_it);
+    let row = row.unwrap_or_else(|| panic!("no {metric} of {name:?} in {rows:#?}"));
+    for figure in ["ours", "peer"] {
+        let figure = row[figure].as_f64();
+        assert!(figure.is_some_and(|figure| figure > 0.0), "{row}");
+    }
+}
+
+/// Only the smallest and the largest size, for time.
 #[test]
 fn rx_with_a_vm_has_rows_from_its_guest() {
     if lacks_guests("rx_with_a_vm_has_rows_from_its_guest") {
         return;
     }
-    let table = bench("rx", None);
+    let sizes = ["4 KiB", "512 KiB"];
+    let to_host = sizes.map(|size| format!("VM to host, {size}"));
+    let to_guest = sizes.map(|size| format!("VM to guest, {size}"));
+    let cases: Vec<&str> = to_host
+        .iter()
+        .chain(&to_guest)
+        .map(String::as_str)
+        .collect();
+    let table = bench_cases("rx", &cases, None);
     assert_eq!(table["missing"], serde_json::json!([]));
     let method = table["method"].as_str().expect("a method");
     assert!(method.contains("a guest with Linux 6.12"), "{method}");
-    let rows = table["rows"].as_array().expect("rows");
-    let has = |name: &str, metric: &str| {
-        let found = rows
-            .iter()
-            .find(|row| row["name"] == name && row["metric"] == metric);
-        let row = found.unwrap_or_else(|| panic!("no {metric} of {name:?} in {rows:#?}"));
-        assert!(
-            row["ours"].as_f64().is_some_and(|figure| figure > 0.0),
-            "{row}"
-        );
-        assert!(
-            row["peer"].as_f64().is_some_and(|figure| figure > 0.0),
-            "{row}"
-        );
-    };
-    for size in ["4", "16", "64", "128", "256", "512"] {
-        for way in ["in place", "in place, polling", "in place, untouched"] {
-            has(&format!("VM to host, {size} KiB, {way}"), "dequeue");
+    let has = |case: &str, way: &str, metrics: &[&str]| {
+        for metric in metrics {
+            has_figures(&table, &format!("{case}, {way}"), metric);
         }
-        has(&format!("VM to host, {size} KiB, in place"), "throughput");
-        for metric in ["dequeue", "throughput"] {
-            has(&format!("VM to guest, {size} KiB, from a loan"), metric);
+    };
+    for case in &to_host {
+        has(case, "in place", &["dequeue", "throughput"]);
+        has(case, "in place, polling", &["dequeue"]);
+        has(case, "in place, untouched", &["dequeue"]);
+        for way in ["copying", "in place", "in place, polling"] {
+            let way = format!("from an endpoint, {way}");
+            has(case, &way, &["dequeue", "throughput"]);
         }
     }
-    assert!(
-        rows.iter()
-            .all(|row| row["name"].as_str().expect("a name").starts_with("VM"))
-    );
+    for case in &to_guest {
+        has(case, "from a loan", &["dequeue", "throughput"]);
+        for way in ["copying", "in place", "in place, polling"] {
+            has(
+                case,
+                &format!("endpoint, {way}"),
+                &["dequeue", "throughput"],
+            );
+        }
+    }
+    check_grids(&table);
+}
+
+/// Our lines of the tables in the form of the kernel's patch set are filled in where something was measured.
+fn check_grids(table: &Value) {
+    let grids = table["grids"].as_array().expect("grids");
+    assert_eq!(grids.len(), 2, "{grids:#?}");
+    for grid in grids {
+        let lines = grid["lines"].as_array().expect("lines");
+        let (theirs, ours): (Vec<_>, Vec<_>) = lines.iter().partition(|line| {
+            let way = line["way"].as_str().expect("a way");
+            way.starts_with("patch set: ")
+        });
+        assert!(ours.len() >= 4 * 3 && theirs.len() == 2 * 3, "{grid:#}");
+        for line in ours {
+            let figures = if line["figure"] == "A / B, s" { 2 } else { 1 };
+            let counts = [figures, 0, 0, 0, 0, figures];
+            for (cell, count) in line["cells"].as_array().expect("cells").iter().zip(counts) {
+                let cell = cell.as_array().expect("figures");
+                let is_one = |figure: &Value| figure.as_f64().is_some_and(|it| it > 0.0);
+                assert!(cell.len() == count && cell.iter().all(is_one), "{line}");
+            }
+        }
+    }
+}
+
+#[test]
+fn local_with_a_vm_has_rows_from_its_guest() {
+    if lacks_guests("local_with_a_vm_has_rows_from_its_guest") {
+        return;
+    }
+    let table = bench("local", None);
+    assert_eq!(table["missing"], serde_json::json!([]));
+    for waiting in ["spinning", "sleeping"] {
+        let name = format!("VM, one way, 64 B, {waiting}");
+        has_figures(&table, &name, "one-way latency");
+    }
+    assert_eq!(table["rows"].as_array().map(Vec::len), Some(2), "{table:#}");
 }
 
 /// Without QEMU (an empty PATH) the rows are reported as missing.
@@ -219,7 +275,7 @@ fn net_with_a_vm_has_rows_from_its_guests() {
 
 #[test]
 fn net_has_rows_of_user_mode_linux() {
-    let table = bench_cases("net", "user-mode Linux", None);
+    let table = bench_cases("net", &["user-mode Linux"], None);
     if lacks_net(&table, "net_has_rows_of_user_mode_linux") {
         return;
     }

@@ -11,7 +11,7 @@ use super::{markdown, number};
 pub(crate) struct Grid {
     pub(crate) title: &'static str,
     /// What the figures are.
-    pub(crate) note: String,
+    pub(crate) note: &'static str,
     pub(crate) columns: Vec<&'static str>,
     pub(crate) lines: Vec<Line>,
 }
@@ -78,7 +78,7 @@ mod tests {
         };
         let grid = Grid {
             title: "to guest",
-            note: "A: time.".to_owned(),
+            note: "A: time.",
             columns: vec!["4 KiB", "16 KiB"],
             lines: vec![
                 line("copy", "A / B", &[&[1.5, 5.3], &[]]),

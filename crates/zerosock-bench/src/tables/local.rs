@@ -9,6 +9,7 @@ use crate::bench::Bench;
 use crate::pair;
 use crate::peers::{self, Contestant, ours};
 use crate::report::{Metric, Row};
+use crate::vm::{self, Side, measure_over};
 use crate::worker::order::{Job, Outcome, Wait};
 
 const ONE_WAY: Metric = Metric::lower("one-way latency", "ns");
@@ -82,6 +83,25 @@ const GROUPS: [Group; 6] = [
     },
 ];
 
+/// What a program of a guest pings with, and how both sides wait.
+const PINGS: [(&str, (Side, Wait)); 3] = [
+    (
+        "zerosock, endpoint in the VM, spinning",
+        (Side::Endpoint, Spin),
+    ),
+    (
+        "zerosock, endpoint in the VM, sleeping",
+        (Side::Endpoint, Sleep),
+    ),
+    ("AF_VSOCK in the VM, sleeping", (Side::Kernel, Sleep)),
+];
+
+/// Rows over a VM: name, index of zerosock's figure.
+const OVER_VM: [(&str, usize); 2] = [
+    ("VM, one way, 64 B, spinning", 0),
+    ("VM, one way, 64 B, sleeping", 1),
+];
+
 const METHOD: &str = "Process to process. Each message is a packet, sample or write of its own; \
     both sides write and read every byte. Kernel sockets and pipes sleep, shared memory spins. \
     Each contestant has the largest buffers that make it faster. zerosock: queues of 1024 entries and \
@@ -95,6 +115,24 @@ pub(crate) fn run(bench: &mut Bench<'_>) {
     bench.table.method = format!("{METHOD} {}", ours::HOW);
     for group in GROUPS {
         measure(bench, &group);
+    }
+    if bench.settings.vm && OVER_VM.iter().any(|(name, _)| bench.settings.wants(name)) {
+        measure_over(bench, ping_over_vm);
+    }
+}
+
+/// Pings between a program of a guest and the host.
+fn ping_over_vm(bench: &mut Bench<'_>, vm: &vm::Vm) {
+    const SIZE: usize = 64;
+    let outcomes = bench.measure(OVER_VM[0].0, &PINGS, |&(side, wait)| {
+        vm.ping(&vm::order(bench, SIZE, wait)?, side)
+    });
+    let value = |figures: &vm::Figures| value(&figures.outcome, ONE_WAY, SIZE);
+    for (name, ours) in OVER_VM {
+        if bench.settings.wants(name) {
+            let kernel = PINGS.len() - 1;
+            (bench.table).compare(name, ONE_WAY, &outcomes, (ours, kernel), value);
+        }
     }
 }
 

@@ -30,6 +30,7 @@ struct Published {
 /// One direction.
 pub(super) struct Direction {
     title: &'static str,
+    note: &'static str,
     /// Each way's name, and which contestant it is.
     ways: &'static [(&'static str, usize)],
     published: [Published; 2],
@@ -40,6 +41,7 @@ const ZERO_COPY: &str = "patch set: zero-copy";
 
 pub(super) const TO_GUEST: Direction = Direction {
     title: "H2G: the host sends, the guest dequeues",
+    note: NOTE,
     ways: &[
         ("copy, AF_VSOCK", 0),
         ("copy, endpoint", 2),
@@ -78,6 +80,7 @@ pub(super) const TO_GUEST: Direction = Direction {
 
 pub(super) const TO_HOST: Direction = Direction {
     title: "G2H: the guest sends, the host dequeues",
+    note: "Figures as in the table above.",
     ways: &[
         ("copy, AF_VSOCK", 0),
         ("in place, AF_VSOCK", 1),
@@ -137,7 +140,7 @@ impl Direction {
         });
         Grid {
             title: self.title,
-            note: NOTE.to_owned(),
+            note: self.note,
             columns: SIZES.map(|(_, name)| name).into(),
             lines: ours.chain(published).collect(),
         }

@@ -8,8 +8,6 @@ mod document;
 mod rows;
 mod vm;
 
-use std::thread;
-
 use crate::bench::Bench;
 use crate::pair::{self, Task};
 use crate::peers::{Contestant, ours};
@@ -44,13 +42,7 @@ pub(crate) fn run(bench: &mut Bench<'_>) {
         }
     }
     if bench.settings.vm {
-        // A thread of its own, because it changes its core.
-        thread::scope(|scope| {
-            let vm = scope.spawn(|| vm::rows_of_vm(bench));
-            if vm.join().is_err() {
-                panic!("the measurement of the VM panicked");
-            }
-        });
+        vm::rows_of_vm(bench);
     }
 }
 

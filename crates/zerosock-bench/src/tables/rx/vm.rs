@@ -6,13 +6,12 @@ use super::document;
 use super::rows::{DEQUEUE, ROWS, SIZES, THROUGHPUT, TO_HOST, rows, value};
 use crate::bench::Bench;
 use crate::peers::dequeue::{COPY, IN_PLACE};
-use crate::report::Metric;
-use crate::vm::{Figures, Sending, Setup, Side, Vm};
-use crate::worker::order::{Job, Order, Wait};
+use crate::report::{Metric, Outcomes};
+use crate::vm::{Figures, Sending, Side, Vm, measure_over, order};
+use crate::worker::order::Wait;
 
 const SENDER_CPU: Metric = Metric::lower("host's CPU time per piece", "ns");
 const GUEST_CPU: Metric = Metric::lower("guest's CPU time per piece", "ns");
-const ROUND_TRIP: Metric = Metric::lower("round trip", "ns");
 
 /// Ways to the guest: how the host sends, what the guest's program uses, how it dequeues and waits. The contestants of
 /// [`alternate`](crate::rounds::alternate), by index.
@@ -77,120 +76,70 @@ const FROM_ENDPOINT_ROWS: [(&str, usize, usize, Metric); 9] = [
     ("from an endpoint, in place, polling", 8, 0, GUEST_CPU),
 ];
 
-/// How both sides of a ping wait.
-const PINGS: [(&str, Side, Wait); 3] = [
-    ("kernel", Side::Kernel, Wait::Sleep),
-    ("endpoint, sleeping", Side::Endpoint, Wait::Sleep),
-    ("endpoint, polling", Side::Endpoint, Wait::Spin),
-];
-
-const PING_ROWS: [(&str, usize, usize, Metric); 2] = [
-    ("both sleeping", 1, 0, ROUND_TRIP),
-    ("both polling", 2, 0, ROUND_TRIP),
-];
-
-const PING: &str = "VM, ping, 64 B";
-const PING_BYTES: usize = 64;
-
-/// A guest in software emulation needs this multiple of the warm-up time.
-const WARM_UP_FACTOR: u32 = 3;
-
 /// Adds the rows, or the reason why there are none.
 pub(super) fn rows_of_vm(bench: &mut Bench<'_>) {
-    let (settings, cores) = (bench.settings, bench.cores);
-    let cases = || {
-        SIZES.into_iter().flat_map(|(size, name)| {
-            let name = |direction| format!("VM {direction}, {name}");
-            [
-                (size, name("to host"), true),
-                (size, name("to guest"), false),
-            ]
-        })
-    };
-    let wanted = |name: &str| settings.wants(name);
-    if !cases().any(|(_, name, _)| wanted(&name)) && !wanted(PING) {
+    let settings = bench.settings;
+    let cases = SIZES.into_iter().flat_map(|(size, name)| {
+        let name = |direction| format!("VM {direction}, {name}");
+        [
+            (size, name("to host"), true),
+            (size, name("to guest"), false),
+        ]
+    });
+    let cases: Vec<_> = cases.filter(|(_, name, _)| settings.wants(name)).collect();
+    if cases.is_empty() {
         return;
     }
-    let vm = match Vm::boot(Setup::rx(cores)) {
-        Ok(vm) => vm,
-        Err(reason) => return bench.table.note_missing("VM", &reason),
-    };
-    bench.table.method = format!("{} {}", bench.table.method, vm.describe());
-    if let Some(reason) = vm.no_endpoints() {
-        bench.table.note_missing("endpoints in the VM", reason);
-    }
-    let order = |size, wait| Order {
-        peer: String::new(),
-        job: Job::Receive,
-        wait,
-        size,
-        warm: settings.warm * WARM_UP_FACTOR,
-        time: settings.time,
-        cpu: None,
-        other_cpu: None,
-        place: "-".to_owned(),
-        to: None,
-        how: None,
-    };
-    let may_wait = |wait| match wait {
-        Wait::Spin if cores.sender.is_none() => {
-            Err("a spinning host needs a core beside the guest's".to_owned())
+    measure_over(bench, |bench, vm| {
+        let (mut to_guest, mut to_host) = (document::TO_GUEST.table(), document::TO_HOST.table());
+        for (size, name, is_to_host) in cases {
+            if is_to_host {
+                let outcomes = measure_to_host(bench, vm, size, &name);
+                document::TO_HOST.fill(&mut to_host, size, &outcomes);
+            } else {
+                let outcomes = measure_to_guest(bench, vm, size, &name);
+                document::TO_GUEST.fill(&mut to_guest, size, &outcomes);
+            }
         }
-        _ => Ok(()),
-    };
-    let (mut to_guest_table, mut to_host_table) =
-        (document::TO_GUEST.table(), document::TO_HOST.table());
-    for (size, name, to_host) in cases().filter(|(_, name, _)| wanted(name)) {
-        let value = |figures: &Figures, metric: Metric| match metric {
-            SENDER_CPU => figures.sender_cpu.unwrap_or(f64::NAN),
-            GUEST_CPU => figures.guest_cpu.unwrap_or(f64::NAN),
-            _ => value(&figures.outcome, metric, size),
-        };
-        if to_host {
-            let of_kernel = TO_HOST.map(|(how, wait)| (Side::Kernel, how, wait));
-            let of_endpoint = FROM_ENDPOINT.map(|(how, wait)| (Side::Endpoint, how, wait));
-            let ways = of_kernel.into_iter().chain(of_endpoint);
-            let ways: Vec<_> = ways
-                .map(|way| {
-                    (
-                        format!("zerosock, {}, from the VM's {}", way.1, way.0.name()),
-                        way,
-                    )
-                })
-                .collect();
-            let outcomes = bench.measure(&name, &ways, |&(side, how, wait)| {
-                may_wait(wait)?;
-                vm.to_host(&order(size, wait), side, how)
-            });
-            document::TO_HOST.fill(&mut to_host_table, size, &outcomes);
-            rows(&mut bench.table, &name, &ROWS, &outcomes, value);
-            rows(
-                &mut bench.table,
-                &name,
-                &FROM_ENDPOINT_ROWS,
-                &outcomes,
-                value,
-            );
-        } else {
-            let ways = TO_GUEST.map(|way| (format!("zerosock, {}, to the VM", way.0), way));
-            let outcomes = bench.measure(&name, &ways, |&(_, sending, side, how, wait)| {
-                may_wait(wait)?;
-                vm.to_guest(&order(size, wait), sending, side, how)
-            });
-            document::TO_GUEST.fill(&mut to_guest_table, size, &outcomes);
-            rows(&mut bench.table, &name, &TO_GUEST_ROWS, &outcomes, value);
-        }
-    }
-    bench.table.grids = vec![to_guest_table, to_host_table];
-    if wanted(PING) {
-        let ways = PINGS.map(|way| (format!("zerosock, {}, ping", way.0), way));
-        let outcomes = bench.measure(PING, &ways, |&(_, side, wait)| {
-            may_wait(wait)?;
-            vm.ping(&order(PING_BYTES, wait), side)
-        });
-        let value = |figures: &Figures, _| {
-            figures.outcome.nanoseconds as f64 / figures.outcome.messages as f64
-        };
-        rows(&mut bench.table, PING, &PING_ROWS, &outcomes, value);
+        bench.table.grids = vec![to_guest, to_host];
+    });
+}
+
+fn measure_to_host(bench: &mut Bench<'_>, vm: &Vm, size: usize, name: &str) -> Outcomes<Figures> {
+    let of_kernel = TO_HOST.map(|(how, wait)| (Side::Kernel, how, wait));
+    let of_endpoint = FROM_ENDPOINT.map(|(how, wait)| (Side::Endpoint, how, wait));
+    let ways = of_kernel.into_iter().chain(of_endpoint);
+    let title = |side: Side, how| format!("zerosock, {how}, from the VM's {}", side.name());
+    let ways: Vec<_> = ways.map(|way| (title(way.0, way.1), way)).collect();
+    let outcomes = bench.measure(name, &ways, |&(side, how, wait)| {
+        vm.to_host(&order(bench, size, wait)?, side, how)
+    });
+    let value = |figures: &Figures, metric| figure(figures, metric, size);
+    rows(&mut bench.table, name, &ROWS, &outcomes, value);
+    rows(
+        &mut bench.table,
+        name,
+        &FROM_ENDPOINT_ROWS,
+        &outcomes,
+        value,
+    );
+    outcomes
+}
+
+fn measure_to_guest(bench: &mut Bench<'_>, vm: &Vm, size: usize, name: &str) -> Outcomes<Figures> {
+    let ways = TO_GUEST.map(|way| (format!("zerosock, {}, to the VM", way.0), way));
+    let outcomes = bench.measure(name, &ways, |&(_, sending, side, how, wait)| {
+        vm.to_guest(&order(bench, size, wait)?, sending, side, how)
+    });
+    let value = |figures: &Figures, metric| figure(figures, metric, size);
+    rows(&mut bench.table, name, &TO_GUEST_ROWS, &outcomes, value);
+    outcomes
+}
+
+fn figure(figures: &Figures, metric: Metric, size: usize) -> f64 {
+    match metric {
+        SENDER_CPU => figures.sender_cpu.unwrap_or(f64::NAN),
+        GUEST_CPU => figures.guest_cpu.unwrap_or(f64::NAN),
+        _ => value(&figures.outcome, metric, size),
     }
 }

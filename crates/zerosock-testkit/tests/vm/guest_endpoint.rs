@@ -1,7 +1,7 @@
 //! Guest endpoints as users have them, with stock guests: `serve --guest-endpoints` on the host, `zerosock guest` in the guest,
 //! and programs of the guest without privileges, `zerosock nc`, which attach there as they would on a host. Bytes cross both
 //! ways unchanged, and the pages are free again when the programs have ended, or were killed under traffic. The pages lie
-//! above 4 GiB.
+//! above 4 GiB. `zerosock perf` runs between such a program and a process of the host, both ways, and receives in place.
 
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -23,6 +23,7 @@ use crate::Alone;
 use crate::guest_direct;
 use crate::guest_pages::Machine;
 use crate::lab::{STEP, Skipped, echo, short_dir, zerosock};
+use crate::scenarios::perf::{Here, MEGABYTES, RECEIVED};
 
 /// All of them.
 pub(crate) const ALL: &[(&str, Alone)] = &[
@@ -41,7 +42,7 @@ const BYTES: usize = 16 << 20;
 const CLIENTS: usize = 4;
 
 /// A daemon that lets its VM have endpoints.
-fn start_daemon(endpoint: &Endpoint, key: &Path) -> Device {
+fn start_daemon(endpoint: &Endpoint, key: &Path, attach: &Path) -> Device {
     let path = |path: &Path| path.as_os_str().to_owned();
     let mut arguments: Vec<_> = ["serve", "--guest-cid", "3", "--socket"]
         .map(Into::into)
@@ -52,6 +53,7 @@ fn start_daemon(endpoint: &Endpoint, key: &Path) -> Device {
         path(&endpoint.uds),
     ]);
     arguments.extend(["--guest-endpoints".into(), path(key)]);
+    arguments.extend(["--attach-socket".into(), path(attach)]);
     let program = Program {
         path: zerosock().to_owned(),
         arguments,
@@ -105,7 +107,8 @@ fn stream(release: &str) -> Result<(), Skipped> {
     let mode = std::fs::Permissions::from_mode(0o600);
     std::fs::set_permissions(&key, mode).expect("a mode");
     let listener = hybrid::listen(&endpoint.uds, PORT).expect("a port of the host");
-    let device = start_daemon(&endpoint, &key);
+    let attach = dir.path().join("attach");
+    let device = start_daemon(&endpoint, &key, &attach);
     let machine = Machine::boot_large(release, &endpoint.vhost)?;
     let setup = format!(
         "echo {PAGES} > /proc/sys/vm/nr_hugepages; printf %s {KEY} > /key; chmod 600 /key; \
@@ -142,6 +145,7 @@ fn stream(release: &str) -> Result<(), Skipped> {
 
     several_at_once(&machine, &listener);
     killed_under_traffic(&machine, &listener);
+    perf(&machine, &attach);
     guest_direct::run(&machine, &listener, &device);
     Ok(())
 }
@@ -188,6 +192,49 @@ fn several_at_once(machine: &Machine, listener: &UnixListener) {
     let compare = "for sent in /tmp/sent.?; do cmp $sent $sent.back; done";
     assert_eq!(machine.shell(compare), "");
     machine.take_in_time(PAGES);
+}
+
+/// `zerosock perf` in the guest and on the host. The receiver checks every byte where it lies. On a slow machine it may
+/// take longer over some of them than the 20 ms after which they are copied out.
+fn perf(machine: &Machine, attach: &Path) {
+    let there = |arguments: &str| {
+        let program = format!("/bin/zerosock {NAME} unprivileged -- /bin/zerosock perf");
+        format!("{program} {arguments} -p {PORT} --attach /run/zerosock/attach.sock")
+    };
+    let server = format!("-s -m {MEGABYTES}");
+    let client = |cid: &str, mode| format!("-c {cid} -z {mode} -b 16 --verify");
+    let has_received = |said: &str| {
+        let in_place = said.split("in place: ").nth(1);
+        let in_place = in_place.and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
+        said.contains(RECEIVED) && in_place.is_some_and(|bytes| bytes > 2 << 20)
+    };
+    for mode in ["y", "u"] {
+        let on_host = format!("{server} -p {PORT}");
+        let mut here = Here::start(&on_host, ["--attach"], attach);
+        let cid = here.wait_for("Listen at CID ");
+        let cid = cid.split(',').next().expect("a CID");
+        here.wait_for("TX buffer");
+        let said = machine.shell(&there(&client(cid, mode)));
+        assert!(has_received(&said), "to the guest, {mode}: {said}");
+        let (well, said) = here.finish();
+        assert!(well && said.contains("tx rate: "), "{said}");
+        machine.take_in_time(PAGES);
+
+        // The server's output is in a file, because its CID is in it.
+        let started = machine.shell(&format!(
+            "{} > /tmp/served 2>&1 & until grep -q 'TX buffer' /tmp/served; do sleep 0.1; done; cat /tmp/served",
+            there(&server)
+        ));
+        let cid = started.split("Listen at CID ").nth(1);
+        let cid = cid.and_then(|rest| rest.split(',').next());
+        let cid = cid.unwrap_or_else(|| panic!("no CID: {started}"));
+        let on_host = format!("{} -p {PORT}", client(cid, mode));
+        let (well, said) = Here::start(&on_host, ["--attach"], attach).finish();
+        assert!(well && has_received(&said), "to the host, {mode}: {said}");
+        let waiting = "until grep -q 'tx rate: ' /tmp/served; do sleep 0.1; done";
+        assert_eq!(machine.shell(waiting), "");
+        machine.take_in_time(PAGES);
+    }
 }
 
 /// A program gets SIGKILL while bytes cross both ways.

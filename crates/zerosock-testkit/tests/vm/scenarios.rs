@@ -8,7 +8,7 @@ pub(crate) mod guide;
 mod hybrid_messages;
 mod life;
 mod messages_in_place;
-mod perf;
+pub(crate) mod perf;
 mod refusal;
 mod relay;
 mod seqpacket;

@@ -11,17 +11,17 @@ use zerosock_testkit::protocol::Command;
 
 use crate::lab::{Lab, STEP, short_dir, zerosock};
 
-const MEGABYTES: &str = "4";
-const RECEIVED: &str = "received: 4194304 bytes";
+pub(crate) const MEGABYTES: &str = "4";
+pub(crate) const RECEIVED: &str = "received: 4194304 bytes";
 
 /// The process on this machine; killed when the scenario ends before it.
-struct Here {
+pub(crate) struct Here {
     child: Child,
     out: BufReader<ChildStdout>,
 }
 
 impl Here {
-    fn start(arguments: &str, place: [&str; 1], path: &Path) -> Here {
+    pub(crate) fn start(arguments: &str, place: [&str; 1], path: &Path) -> Here {
         let mut command = Process::new(zerosock());
         command.arg("perf").args(arguments.split_whitespace());
         command.args(place).arg(path);
@@ -31,18 +31,21 @@ impl Here {
         Here { child, out }
     }
 
-    /// Waits for a line with this prefix.
-    fn wait_for(&mut self, start: &str) {
+    /// Waits for a line with this prefix. Returns the rest of it.
+    pub(crate) fn wait_for(&mut self, start: &str) -> String {
         let mut line = String::new();
-        while !line.starts_with(start) {
+        loop {
             line.clear();
             let got = self.out.read_line(&mut line).expect("a line");
             assert!(got > 0, "it ended before it said {start:?}");
+            if let Some(rest) = line.strip_prefix(start) {
+                return rest.to_owned();
+            }
         }
     }
 
     /// Its output, and whether it succeeded.
-    fn finish(mut self) -> (bool, String) {
+    pub(crate) fn finish(mut self) -> (bool, String) {
         let mut said = String::new();
         self.out.read_to_string(&mut said).expect("its output");
         (self.child.wait().expect("its end").success(), said)

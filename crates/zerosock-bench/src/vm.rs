@@ -231,11 +231,7 @@ impl Vm {
         eprintln!("booting Linux {} under QEMU", image.kernel.release);
         // All threads of QEMU inherit the affinity of the one started here.
         worker::pin(cores.sender)?;
-        let mut machine = qemu::device(MEMORY_MIB, qemu::VSOCK, &socket);
-        if setup.endpoints {
-            // QEMU emulates the instructions slowly by which the kernel copies then.
-            machine.extend(["-cpu", "max,-erms,-fsrm"].map(str::to_owned));
-        }
+        let machine = qemu::device(MEMORY_MIB, qemu::VSOCK, &socket);
         let guest = driving(&host, || {
             image.boot(setup.cpus, machine, dir.path(), Choice::Auto)
         });

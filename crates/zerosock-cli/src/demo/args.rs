@@ -10,7 +10,8 @@ use crate::vm::accel::Choice;
 ///
 /// The guest runs under QEMU with a kernel of Debian as it is, and reaches this machine through
 /// zerosock's vhost-user vsock device, which runs in this process. A file goes to the guest and
-/// comes back; both ways are timed and checked by SHA-256, then round trips are measured.
+/// comes back; both ways are timed and checked by SHA-256, then round trips are measured. A program
+/// in the guest does so by its kernel's AF_VSOCK, and then from an endpoint on pages of the guest.
 ///
 /// Nothing is installed: the kernel is downloaded once with `apt-get download` and kept in
 /// .cache/zerosock of the checkout or in ~/.cache/zerosock. The demo ends in under a minute.

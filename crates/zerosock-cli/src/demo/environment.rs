@@ -1,25 +1,27 @@
 //! The environment of a demo: a device, and a guest that uses it.
 
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use tempfile::TempDir;
 use zerosock::Cid;
-use zerosock::daemon::{Daemon, DaemonConfig, HostSide, Stats, VmConfig};
+use zerosock::daemon::{Daemon, DaemonConfig, GuestEndpoints, GuestKey, HostSide, Stats, VmConfig};
 
 use super::args::DemoArgs;
+use super::guest::{DATA, ENDPOINT, ENDPOINT_MIB};
 use super::line::Line;
 use crate::failure::Failure;
 use crate::vm::accel::kvm_failure;
 use crate::vm::cache::Cache;
+use crate::vm::hybrid;
 use crate::vm::initramfs::Builder;
 use crate::vm::kernel::Kernel;
 use crate::vm::program;
 use crate::vm::qemu::{self, Guest};
 
 const GUEST_CID: u32 = 3;
-/// Guest memory for kernel and program, besides the file.
-const MEMORY_MIB: u64 = 448;
+/// Guest memory for kernel, program and endpoint, besides the file.
+const MEMORY_MIB: u64 = 448 + ENDPOINT_MIB;
 /// Defaults of vhost-device-vsock, for a comparable load.
 const BUF_ALLOC: u32 = 256 << 10;
 const QUEUE_SIZE: u16 = 1024;
@@ -27,8 +29,10 @@ const QUEUE_SIZE: u16 = 1024;
 /// A running guest and the device that serves it.
 pub(super) struct Environment {
     pub(super) guest: Guest<Line>,
-    /// The device's hybrid vsock socket.
-    pub(super) uds: PathBuf,
+    /// Where connections of the guest by AF_VSOCK arrive.
+    pub(super) data: UnixListener,
+    /// Where connections from the guest's endpoint arrive.
+    pub(super) endpoint: UnixListener,
     /// The device that the demo started; `None` if it uses one that was running (`--socket`).
     daemon: Option<Daemon>,
     // Holds the socket files of guest and device, so it is dropped last.
@@ -74,6 +78,9 @@ impl Environment {
                 (socket, uds, Some(daemon))
             }
         };
+        // Before the guest connects.
+        let data = hybrid::listen(&uds, DATA).map_err(Failure::runtime)?;
+        let endpoint = hybrid::listen(&uds, ENDPOINT).map_err(Failure::runtime)?;
         progress(format!("booting Linux {} under QEMU", kernel.release));
         let guest = Guest::boot(qemu::Config {
             kernel: &kernel,
@@ -94,7 +101,8 @@ impl Environment {
         }
         Ok(Environment {
             guest,
-            uds,
+            data,
+            endpoint,
             daemon,
             _dir: dir,
         })
@@ -132,7 +140,8 @@ fn start_device(socket: &Path, uds: &Path) -> Result<Daemon, Failure> {
         groups: Vec::new(),
         require_sealed_memory: false,
         stopped_timeout: None,
-        guest_endpoints: None,
+        // Only the demo's program runs in the guest.
+        guest_endpoints: Some(GuestEndpoints::new(GuestKey::none())),
     };
     let config = DaemonConfig {
         vms: vec![vm],

@@ -3,7 +3,7 @@
 //! All times are by the host's clock. To the guest: from the first write until the guest answers
 //! with one byte that it has read everything. To the host: from the end of the first read to the
 //! end of the last. Both sides compute hashes outside of these times. [`super::guest`] is the other
-//! end.
+//! end: first by AF_VSOCK, then from an endpoint in the guest.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::environment::Environment;
-use super::guest::{CHUNK, DATA, ECHO, RECEIVED};
+use super::guest::{CHUNK, READY, RECEIVED};
 use crate::failure::Failure;
 use crate::vm::hybrid;
 use crate::vm::pattern;
@@ -30,6 +30,14 @@ pub(super) struct Measured {
     pub(super) verified: bool,
     /// The payload's SHA-256.
     pub(super) digest: String,
+    /// By the guest kernel's AF_VSOCK.
+    pub(super) kernel: Figures,
+    /// From an endpoint in the guest, or why there are none; not measured on a device that the demo has not started.
+    pub(super) endpoint: Option<Result<Figures, Failure>>,
+}
+
+/// The figures of one kind of socket in the guest.
+pub(super) struct Figures {
     /// Megabytes (10^6 bytes) a second.
     pub(super) to_host_mb_s: f64,
     /// Megabytes (10^6 bytes) a second.
@@ -49,36 +57,45 @@ pub(super) fn run(
     quiet: bool,
 ) -> Result<Measured, Failure> {
     let mut verified = true;
-    let (mut to_guest, mut to_host) = (Vec::new(), Vec::new());
-    let mut buffer = vec![0; payload.len()];
-    // The guest connects here after it has received a payload.
-    let listener = hybrid::listen(&environment.uds, DATA).map_err(Failure::runtime)?;
-    for _ in 0..rounds {
-        let (speed, arrived) = stream_to_guest(environment, payload, quiet)?;
-        verified &= arrived == digest;
-        to_guest.push(speed);
-        buffer.fill(0);
-        let speed = stream_to_host(&listener, &mut buffer, quiet)?;
-        verified &= pattern::sha256(&buffer) == digest;
-        to_host.push(speed);
-    }
-    let mut trips = round_trips(environment)?;
+    let mut measure = |listener| {
+        let (mut to_guest, mut to_host) = (Vec::new(), Vec::new());
+        let mut buffer = vec![0; payload.len()];
+        for _ in 0..rounds {
+            let stream = accept(listener)?;
+            let (speed, arrived) = stream_to_guest(&stream, payload, quiet)?;
+            verified &= arrived == digest;
+            to_guest.push(speed);
+            buffer.fill(0);
+            let speed = stream_to_host(&stream, &mut buffer, quiet)?;
+            verified &= pattern::sha256(&buffer) == digest;
+            to_host.push(speed);
+        }
+        let mut trips = round_trips(&accept(listener)?)?;
+        // Closed without a request: the guest makes no further connection to this port.
+        accept(listener)?;
+        Ok(Figures {
+            to_host_mb_s: median(&mut to_host),
+            to_guest_mb_s: median(&mut to_guest),
+            rtt_us: median(&mut trips),
+            round_trips: trips.len(),
+        })
+    };
+    let kernel = measure(&environment.data)?;
+    let has_endpoints = environment.stats().is_some();
+    let endpoint = has_endpoints.then(|| measure(&environment.endpoint));
     Ok(Measured {
         verified,
         digest: digest.to_owned(),
-        to_host_mb_s: median(&mut to_host),
-        to_guest_mb_s: median(&mut to_guest),
-        rtt_us: median(&mut trips),
-        round_trips: trips.len(),
+        kernel,
+        endpoint,
     })
 }
 
 fn stream_to_guest(
-    environment: &Environment,
+    mut stream: &UnixStream,
     payload: &[u8],
     quiet: bool,
 ) -> Result<(f64, String), Failure> {
-    let mut stream = connect(environment, DATA)?;
     let len = (payload.len() as u64).to_le_bytes();
     stream
         .write_all(&len)
@@ -111,9 +128,7 @@ fn stream_to_guest(
     Ok((speed(payload.len(), elapsed), digest))
 }
 
-fn stream_to_host(listener: &UnixListener, buffer: &mut [u8], quiet: bool) -> Result<f64, Failure> {
-    let mut stream = hybrid::accept(listener, TIMEOUT).map_err(stream_failure("to the host"))?;
-    set_timeouts(&stream)?;
+fn stream_to_host(mut stream: &UnixStream, buffer: &mut [u8], quiet: bool) -> Result<f64, Failure> {
     let bar = bar("to the host", buffer.len(), quiet);
     let first = stream.read(buffer).map_err(stream_failure("to the host"))?;
     let start = Instant::now();
@@ -142,9 +157,11 @@ fn stream_to_host(listener: &UnixListener, buffer: &mut [u8], quiet: bool) -> Re
     Ok(speed(timed, elapsed))
 }
 
-/// The times of single-byte round trips from the host to an echo server in the guest, microseconds.
-fn round_trips(environment: &Environment) -> Result<Vec<f64>, Failure> {
-    let mut stream = connect(environment, ECHO)?;
+/// The times of single-byte round trips from the host to the guest, microseconds.
+fn round_trips(mut stream: &UnixStream) -> Result<Vec<f64>, Failure> {
+    stream
+        .write_all(&0u64.to_le_bytes())
+        .map_err(stream_failure("round trip"))?;
     let mut trips = Vec::with_capacity(ROUND_TRIPS);
     let begin = Instant::now();
     for trip in 0..WARM_UP + ROUND_TRIPS {
@@ -165,20 +182,20 @@ fn round_trips(environment: &Environment) -> Result<Vec<f64>, Failure> {
     Ok(trips)
 }
 
-fn connect(environment: &Environment, port: u32) -> Result<UnixStream, Failure> {
-    let (stream, _) = hybrid::connect(&environment.uds, port, TIMEOUT).map_err(Failure::runtime)?;
-    set_timeouts(&stream)?;
+/// The next connection of the guest. Its timeouts turn a peer that hangs into an error.
+fn accept(listener: &UnixListener) -> Result<UnixStream, Failure> {
+    let failed = stream_failure("of the guest");
+    let mut stream = hybrid::accept(listener, TIMEOUT).map_err(&failed)?;
+    stream.set_read_timeout(Some(TIMEOUT)).map_err(&failed)?;
+    stream.set_write_timeout(Some(TIMEOUT)).map_err(&failed)?;
+    let mut first = [0];
+    stream.read_exact(&mut first).map_err(&failed)?;
+    if first != [READY] {
+        let mut reason = first.to_vec();
+        stream.read_to_end(&mut reason).map_err(&failed)?;
+        return Err(Failure::runtime(String::from_utf8_lossy(&reason)));
+    }
     Ok(stream)
-}
-
-/// Sets timeouts, so that a peer that hangs causes an error.
-fn set_timeouts(stream: &UnixStream) -> Result<(), Failure> {
-    stream
-        .set_read_timeout(Some(TIMEOUT))
-        .map_err(Failure::runtime)?;
-    stream
-        .set_write_timeout(Some(TIMEOUT))
-        .map_err(Failure::runtime)
 }
 
 /// Converts an I/O error of the stream `what`.

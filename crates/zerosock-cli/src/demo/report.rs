@@ -5,7 +5,7 @@ use std::fmt;
 use serde::Serialize;
 
 use super::environment::Environment;
-use super::measure::Measured;
+use super::measure::{Figures, Measured};
 
 /// The figures of one run.
 pub(super) struct Report<'m> {
@@ -24,6 +24,9 @@ struct Json<'r> {
     to_host_mb_s: f64,
     to_guest_mb_s: f64,
     rtt_us: f64,
+    endpoint_to_host_mb_s: Option<f64>,
+    endpoint_to_guest_mb_s: Option<f64>,
+    endpoint_rtt_us: Option<f64>,
     accel: &'r str,
     in_place_bytes: Option<u64>,
     copied_bytes: Option<u64>,
@@ -49,11 +52,17 @@ impl<'m> Report<'m> {
     /// The report as one line of JSON.
     pub(super) fn json(&self) -> String {
         let round = |value: f64| (value * 10.0).round() / 10.0;
+        let kernel = &self.measured.kernel;
+        let endpoint = self.measured.endpoint.as_ref();
+        let endpoint = endpoint.and_then(|figures| figures.as_ref().ok());
         serde_json::to_string(&Json {
             verified: self.measured.verified,
-            to_host_mb_s: round(self.measured.to_host_mb_s),
-            to_guest_mb_s: round(self.measured.to_guest_mb_s),
-            rtt_us: round(self.measured.rtt_us),
+            to_host_mb_s: round(kernel.to_host_mb_s),
+            to_guest_mb_s: round(kernel.to_guest_mb_s),
+            rtt_us: round(kernel.rtt_us),
+            endpoint_to_host_mb_s: endpoint.map(|it| round(it.to_host_mb_s)),
+            endpoint_to_guest_mb_s: endpoint.map(|it| round(it.to_guest_mb_s)),
+            endpoint_rtt_us: endpoint.map(|it| round(it.rtt_us)),
             accel: &self.accel,
             in_place_bytes: self.bytes.map(|(in_place, _)| in_place),
             copied_bytes: self.bytes.map(|(_, copied)| copied),
@@ -62,18 +71,16 @@ impl<'m> Report<'m> {
     }
 }
 
-impl fmt::Display for Report<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Measured {
-            verified,
-            digest,
+impl Report<'_> {
+    fn write_figures(&self, f: &mut fmt::Formatter<'_>, by: &str, of: &Figures) -> fmt::Result {
+        let len = self.len as f64 / 1e6;
+        let Figures {
             to_host_mb_s,
             to_guest_mb_s,
             rtt_us,
             round_trips,
-        } = self.measured;
-        let len = self.len as f64 / 1e6;
-        writeln!(f, "\nLinux {} under QEMU ({})", self.release, self.accel)?;
+        } = of;
+        writeln!(f, "  by {by}:")?;
         writeln!(
             f,
             "  guest to host    {to_host_mb_s:9.1} MB/s   {len:.1} MB"
@@ -85,7 +92,25 @@ impl fmt::Display for Report<'_> {
         writeln!(
             f,
             "  round trip       {rtt_us:9.1} us     median of {round_trips}, one byte"
-        )?;
+        )
+    }
+}
+
+impl fmt::Display for Report<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Measured {
+            verified,
+            digest,
+            kernel,
+            endpoint,
+        } = self.measured;
+        writeln!(f, "\nLinux {} under QEMU ({})", self.release, self.accel)?;
+        self.write_figures(f, "AF_VSOCK in the guest", kernel)?;
+        match endpoint {
+            Some(Ok(figures)) => self.write_figures(f, "an endpoint in the guest", figures)?,
+            Some(Err(reason)) => writeln!(f, "  no endpoint in the guest: {reason}")?,
+            None => {}
+        }
         if let Some((in_place, copied)) = self.bytes {
             writeln!(f, "  moved in place   {:9.1} MB", in_place as f64 / 1e6)?;
             writeln!(f, "  copied by us     {:9.1} MB", copied as f64 / 1e6)?;

@@ -24,7 +24,8 @@ impl Accel {
     pub fn options(self) -> &'static [&'static str] {
         match self {
             Accel::Kvm => &["-accel", "kvm", "-cpu", "host"],
-            Accel::Tcg => &["-accel", "tcg,thread=multi", "-cpu", "max"],
+            // QEMU translates slowly the instructions by which the kernel copies otherwise.
+            Accel::Tcg => &["-accel", "tcg,thread=multi", "-cpu", "max,-erms,-fsrm"],
         }
     }
 }

@@ -14,6 +14,7 @@
 #[path = "../behaviour/mod.rs"]
 mod behaviour;
 mod behaviours;
+mod demo;
 mod entropy;
 mod guest_agent;
 mod guest_copies;
@@ -60,6 +61,7 @@ const ALONE: &[(&str, &[(&str, Alone)])] = &[
     ("net_interface", net_interface::ALL),
     ("user_mode", user_mode::ALL),
     ("entropy", entropy::ALL),
+    ("demo", demo::ALL),
     ("guest_pages", guest_pages::ALL),
     ("guest_agent", guest_agent::ALL),
     ("guest_endpoint", guest_endpoint::ALL),

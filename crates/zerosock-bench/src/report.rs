@@ -5,6 +5,7 @@
 //! - A ratio above 1 always means that zerosock is better.
 
 mod grid;
+mod text;
 
 use std::fmt::Write;
 
@@ -13,6 +14,7 @@ use serde_json::{Value, json};
 
 use crate::rounds::{Spread, interval, ratio};
 pub(crate) use grid::{Grid, Line};
+use text::{markdown, number};
 
 /// What a figure measures.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -392,28 +394,6 @@ impl Table {
     }
 }
 
-/// Appends a table in Markdown; the first row is the header.
-fn markdown(out: &mut String, rows: &[Vec<String>]) {
-    let columns = rows.first().map_or(0, Vec::len);
-    let width = |column: usize| {
-        let lengths = rows.iter().map(|row| row[column].chars().count());
-        lengths.max().unwrap_or(0)
-    };
-    let widths: Vec<usize> = (0..columns).map(width).collect();
-    for (at, row) in rows.iter().enumerate() {
-        for (cell, width) in row.iter().zip(&widths) {
-            let _ = write!(out, "| {cell:width$} ");
-        }
-        out.push_str("|\n");
-        if at == 0 {
-            for width in &widths {
-                let _ = write!(out, "|{:-<1$}", "", width + 2);
-            }
-            out.push_str("|\n");
-        }
-    }
-}
-
 /// In one line, as tables show it.
 pub(crate) fn line(error: impl ToString) -> String {
     let text = error.to_string();
@@ -452,19 +432,6 @@ fn ratio_cell(row: &Row) -> String {
         None if row.is_of_one_round() => format!("{} (1 round)", number(ratio)),
         None => number(ratio),
     }
-}
-
-/// Three significant digits.
-fn number(value: f64) -> String {
-    let magnitude = value.abs();
-    let decimals = match magnitude {
-        100.0.. => 0,
-        10.0.. => 1,
-        1.0.. => 2,
-        0.0 => 0,
-        _ => 3,
-    };
-    format!("{value:.decimals$}")
 }
 
 #[cfg(test)]

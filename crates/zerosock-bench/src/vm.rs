@@ -147,7 +147,7 @@ impl Setup {
 /// A guest in software emulation needs this multiple of the warm-up time.
 const WARM_UP_FACTOR: u32 = 3;
 
-/// Boots a guest whose programs may have endpoints, and lets `run` measure over it, on a thread of its own, because
+/// Boots a guest with endpoints, if it can have them, and lets `run` measure over it, on a thread of its own, because
 /// that is on the receiver's core. The table says what is missing.
 pub(crate) fn measure_over(bench: &mut Bench<'_>, run: impl FnOnce(&mut Bench<'_>, &Vm) + Send) {
     let measure = || {

@@ -1,10 +1,10 @@
-//! A table with a column for each size, in the form of somebody else's document.
+//! A table with a column for each size, in the form of another document.
 
 use std::fmt::Write;
 
 use serde_json::{Value, json};
 
-use super::{markdown, number};
+use super::text::{markdown, number};
 
 /// See the [module](self).
 #[derive(Clone, Debug, PartialEq)]

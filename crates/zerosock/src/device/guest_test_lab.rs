@@ -29,7 +29,7 @@ use crate::device::state::sibling_message::SiblingMessage;
 use crate::registration::key::Nonce;
 use crate::registration::page_value::{PAGE, write_values};
 use crate::registration::{DOORBELL_PORT, page_value};
-use crate::registration::{Start, Token};
+use crate::registration::{Reason, Refusal, Start, Token};
 use crate::routing::Routes;
 
 pub(crate) const HUGE: u64 = Extent::HUGE_PAGE;
@@ -651,4 +651,40 @@ impl TestEndpoint {
         let at = page * HUGE + HUGE - PAGE + page_value::VALUE_AT;
         fill(&self.view, at, 1, 0xee);
     }
+}
+
+#[track_caller]
+pub(crate) fn assert_ended(event: GuestEvent, of: AttachmentKey, why: Reason) {
+    match event {
+        GuestEvent::Ended { key, reason } => assert_eq!((key, reason), (of, why)),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[track_caller]
+pub(crate) fn assert_refused(event: GuestEvent, of: AttachmentKey, reason: Reason, index: u32) {
+    let refusal = Err(Refusal { reason, index });
+    match event {
+        GuestEvent::Checked { key, result } => assert_eq!((key, result), (of, refusal)),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Whatever the programs and the worker do, no byte of the pages changes.
+#[track_caller]
+pub(crate) fn assert_still(lab: &mut GuestLab, endpoint: &TestEndpoint, before: &[u8], when: &str) {
+    lab.settle();
+    let after = read(&endpoint.view);
+    let changed = before.iter().zip(&after).position(|(a, b)| a != b);
+    assert_eq!(changed, None, "{when}");
+}
+
+/// An endpoint and its stream, with bytes of both sides on their way.
+pub(crate) fn busy(lab: &mut GuestLab) -> (TestEndpoint, Stream) {
+    let mut endpoint = lab.endpoint(&PAGES);
+    let mut stream = lab.stream(&mut endpoint);
+    lab.exchange(&mut endpoint, &mut stream, 10_000);
+    lab.send(&mut endpoint, &mut stream, 1000);
+    stream.write(100_000);
+    (endpoint, stream)
 }

@@ -67,6 +67,8 @@ mod guest_ports;
 pub(crate) mod guest_test_lab;
 mod guests;
 #[cfg(test)]
+mod guests_pause_tests;
+#[cfg(test)]
 mod guests_tests;
 pub(crate) mod half;
 mod handshakes;

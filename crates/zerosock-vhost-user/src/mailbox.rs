@@ -103,8 +103,6 @@ enum Destination {
     Part(Arc<SplitReply>),
     /// A front-end in this process. `None` once it was called.
     Callback(Option<Box<dyn FnOnce(DeviceReply) + Send>>),
-    /// A test.
-    Channel(mpsc::Sender<DeviceReply>),
 }
 
 /// The reply that was split, and the state of its parts.
@@ -144,10 +142,8 @@ impl Reply {
     /// A reply, and where its answer goes, for tests of devices.
     pub fn channel() -> (Reply, Receiver<DeviceReply>) {
         let (sender, receiver) = mpsc::channel();
-        let reply = Reply {
-            destination: Destination::Channel(sender),
-            answered: false,
-        };
+        // The receiver may be gone.
+        let reply = Reply::to(move |reply| drop(sender.send(reply)));
         (reply, receiver)
     }
 
@@ -203,8 +199,6 @@ impl Reply {
                     callback(reply);
                 }
             }
-            // The receiver may be gone.
-            Destination::Channel(sender) => drop(sender.send(reply)),
         }
     }
 }
@@ -249,7 +243,6 @@ impl fmt::Debug for Reply {
                 .finish(),
             Destination::Part(_) => f.write_str("Reply(part)"),
             Destination::Callback(_) => f.write_str("Reply(callback)"),
-            Destination::Channel(_) => f.write_str("Reply(test)"),
         }
     }
 }

@@ -51,11 +51,6 @@ pub trait VirtioDevice: WorkerDevice {
         let _ = (index, started, cx);
     }
 
-    /// The front-end has replaced the log of written pages ([`QueueSet::log`]), or turned it on or off.
-    fn log_changed(&mut self, cx: &mut Context<'_, Self>) {
-        let _ = cx;
-    }
-
     /// Sends a RARP broadcast with this MAC address.
     ///
     /// # Errors
@@ -150,14 +145,10 @@ pub fn command<D: VirtioDevice>(
             if !logs || queues.rings.running().next().is_none() {
                 device.set_features(features & !F_LOG_ALL);
             }
-            if logs {
-                device.log_changed(cx);
-            }
             reply.done();
         }
         DeviceCommand::SetLog(log) => {
             device.queues().set_log(log);
-            device.log_changed(cx);
             reply.done();
         }
         DeviceCommand::SetUsedLog { index, guest_addr } => {

@@ -207,12 +207,6 @@ impl<R: Rings> QueueSet<R> {
         self.is_resetting
     }
 
-    /// Whether the driver before is being forgotten because another one starts a queue, not because its queues were
-    /// stopped for long.
-    pub fn is_restarting(&self) -> bool {
-        matches!(self.pending, Some(PendingCommand::Restart(..)))
-    }
-
     /// The log of written pages in which the device marks what it writes; `None`: logging is off.
     pub fn log(&self) -> Option<Arc<DirtyLog>> {
         self.logging.active()

@@ -98,10 +98,6 @@ impl GuestBridges<'_, '_> {
                 let refusal = Refusal::new(RefusalCause::Unreachable, reason);
                 self.refuse(key, &refusal);
             }
-            Some(BridgePeer::NewDoorbell { deadline }) if *deadline <= self.cx.now => {
-                self.cx.shared.counters.refuse(RefusalCause::Denied);
-                self.reset_bridge(key);
-            }
             _ => {}
         }
     }

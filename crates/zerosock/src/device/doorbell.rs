@@ -6,12 +6,11 @@
 //! # Invariants
 //! - No wake-up is lost: one that finds no credit or no buffer is sent later, and those that follow are part of it.
 //! - No bytes add up in the guest's kernel beyond the limit of packets that the protocol core has for each connection.
-//! - A connection without a token is accepted only while an attachment has an unused one, and is reset at its deadline;
-//!   the oldest is reset when there are too many.
+//! - A connection without a token is accepted only while an attachment has an unused one; the oldest is reset when there
+//!   are too many.
 //! - An endpoint ends with its doorbell, and its doorbell with it.
 
 use arrayvec::ArrayVec;
-use zerosock_proto::Instant;
 use zerosock_proto::vsock::FlowId;
 use zerosock_ring::Memory;
 
@@ -19,7 +18,6 @@ use super::Device;
 use super::guest_orders::AttachmentKey;
 use super::state::bridge::BridgePeer;
 use super::state::flags::Flags;
-use super::state::timers::Timer;
 use super::to_guest::{Fill, ReservedBuffer, reserve_buffers, send_payload};
 use super::virtio::GUEST_CALL;
 use crate::device::guest_bridges::GuestBridges;
@@ -43,8 +41,7 @@ impl Device {
     }
 
     /// A doorbell has sent its token, or is removed before.
-    pub(super) fn doorbell_decided(&mut self, key: u32, deadline: Instant) {
-        self.timers.cancel(deadline, Timer::Connect(key));
+    pub(super) fn doorbell_decided(&mut self, key: u32) {
         if let Some(guests) = &mut self.guests {
             guests.new_doorbells.retain(|new| *new != key);
         }
@@ -54,9 +51,7 @@ impl Device {
 impl GuestBridges<'_, '_> {
     /// Accepts a connection to the port of doorbells.
     pub(super) fn accept_doorbell(&mut self, flow: FlowId) {
-        let deadline = self.cx.now + self.cx.shared.limits.connect;
-        let key = self.add_bridge(flow, BridgePeer::NewDoorbell { deadline });
-        self.device.timers.set(deadline, Timer::Connect(key));
+        let key = self.add_bridge(flow, BridgePeer::NewDoorbell);
         if let Some(guests) = &mut self.device.guests {
             guests.new_doorbells.push_back(key);
             if guests.new_doorbells.len() > NEW_DOORBELLS
@@ -112,8 +107,8 @@ impl GuestBridges<'_, '_> {
     fn kick(&mut self, of: AttachmentKey) {
         let guests = self.device.guests.as_ref();
         let attachment = guests.and_then(|guests| guests.attachments.get(&of));
-        if let Some(endpoint) = attachment.and_then(|it| it.endpoint.as_ref()) {
-            self.cx.outbox.send(endpoint.device, SiblingMessage::Kick);
+        if let Some((device, _)) = attachment.and_then(|it| it.start) {
+            self.cx.outbox.send(device, SiblingMessage::Kick);
         }
     }
 
@@ -121,26 +116,22 @@ impl GuestBridges<'_, '_> {
     fn open_doorbell(&mut self, key: u32) -> Option<AttachmentKey> {
         self.spill(key, 0);
         let bridge = self.device.bridges.get_mut(key)?;
-        let BridgePeer::NewDoorbell { deadline } = bridge.peer else {
-            return None;
-        };
         let token = Token(*bridge.outbound.overflow().first_chunk()?);
         let guests = self.device.guests.as_mut()?;
         let mut attachments = guests.attachments.iter_mut();
         let (&of, attachment) = attachments.find(|(_, it)| it.token == Some(token))?;
-        let endpoint = attachment.endpoint.as_ref()?;
         let token = zerosock_virtio::poller::Token {
             device: self.device.addr.number,
             kind: GUEST_CALL,
             key,
         };
-        let watched = self.cx.poller.add(&endpoint.call, token, Interest::Read);
+        let watched = self.cx.poller.add(&attachment.call, token, Interest::Read);
         watched.ok()?;
         // It opens one doorbell.
         attachment.token = None;
         attachment.doorbell = Some(key);
         bridge.peer = BridgePeer::Doorbell(of);
-        self.device.doorbell_decided(key, deadline);
+        self.device.doorbell_decided(key);
         // For notifications of before.
         self.ring_doorbell(key);
         Some(of)

@@ -70,7 +70,7 @@ impl GuestBridges<'_, '_> {
             BridgePeer::Socket { .. } if bridge.messages.is_some() => self.flush_messages(key),
             BridgePeer::Socket { .. } => self.flush_socket(key),
             BridgePeer::Sibling(_) => self.flush_sibling(key),
-            BridgePeer::NewDoorbell { .. } | BridgePeer::Doorbell(_) => self.doorbell_rung(key),
+            BridgePeer::NewDoorbell | BridgePeer::Doorbell(_) => self.doorbell_rung(key),
             _ => self.update_bridge(key),
         }
         if let (Some(before), Some(bridge)) = (lingers, self.device.bridges.get(key))

@@ -7,17 +7,16 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
-use zerosock_ring::{DirtyLog, DriverLayout, QueueConfig};
+use zerosock_ring::{DriverLayout, QueueConfig};
 use zerosock_sys::PeerFd;
 use zerosock_sys::notify::{CallFd, CallThread, ThreadCount};
-use zerosock_vhost_user::session::{F_EVENT_IDX, F_INDIRECT_DESC, F_LOG_ALL};
-use zerosock_vhost_user::{DeviceCommand, DevicePort, DeviceReply, FrontendLink, Reply};
-use zerosock_virtio::mailbox::Sender;
+use zerosock_vhost_user::session::{F_EVENT_IDX, F_INDIRECT_DESC};
+use zerosock_vhost_user::{DeviceCommand, DevicePort, DeviceReply, Reply};
 use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::worker::WorkerPort;
 
-use super::guest_orders::{AnswerKind, AttachmentKey, GuestAnswer, GuestEvent};
-use super::state::guests::{Answered, Attachment, End, Endpoint, PageCheck, Step};
+use super::guest_orders::{AttachmentKey, GuestAnswer, GuestEvent};
+use super::state::guests::{Attachment, End, Step, new_eventfd};
 use super::state::sibling_message::SiblingMessage;
 use super::state::timers::Timer;
 use super::{Context, Device, WorkerMessage};
@@ -25,24 +24,6 @@ use crate::registration::{Reason, Refusal, Start};
 
 /// How often the memory of an attachment that ends is looked at.
 const RECHECK: Duration = Duration::from_millis(10);
-
-/// Where answers go: to the device of the VM.
-#[derive(Clone)]
-struct ReplyTo {
-    key: AttachmentKey,
-    vm: DeviceAddr,
-    worker: Sender<WorkerMessage>,
-}
-
-impl ReplyTo {
-    fn send(&self, answer: AnswerKind) {
-        let key = self.key;
-        let message = SiblingMessage::GuestAnswer(Box::new(GuestAnswer { key, answer }));
-        let number = self.vm.number;
-        // A worker that has ended has neither of the devices.
-        let _ = self.worker.send(WorkerMessage::Device { number, message });
-    }
-}
 
 impl Device {
     /// Sends what is to be sent next to the devices of all endpoints, and reports attachments that are over.
@@ -60,48 +41,49 @@ impl Device {
             return;
         };
         let may_run = guests.pause.allows();
+        let number = self.addr.number;
         let mut over = Vec::new();
         for (&key, attachment) in guests.attachments.range_mut(keys.clone()) {
-            while let Some(step) = attachment.next_step(may_run, guests.log.is_some()) {
-                let reply = ReplyTo {
-                    key,
-                    vm: self.addr,
+            while let Some(step) = attachment.next_step(may_run) {
+                let Some((device, command)) = attachment.command(step, &guests.threads) else {
+                    let (reason, at_once) = (Reason::SERVER_FAILED, false);
+                    attachment.end.get_or_insert(End { reason, at_once });
+                    continue;
+                };
+                attachment.begin(step);
+                let to = worker.clone();
+                let answer = move |reply| {
+                    let answer = GuestAnswer { key, step, reply };
+                    let message = SiblingMessage::GuestAnswer(Box::new(answer));
+                    // A worker that has ended has neither of the devices.
+                    let _ = to.send(WorkerMessage::Device { number, message });
+                };
+                let mut port = WorkerPort {
+                    number: device.number,
                     worker: worker.clone(),
                 };
-                let log = guests.log.as_ref();
-                if let Err(reason) = attachment.send(step, reply, log, &guests.threads) {
-                    attachment.end_for(reason);
-                }
+                port.submit(command, Reply::to(answer));
             }
-            over.extend(
-                attachment
-                    .end
-                    .filter(|_| attachment.is_over())
-                    .map(|it| (key, it)),
-            );
+            let end = attachment.end.filter(|_| attachment.is_over());
+            over.extend(end.map(|end| (key, end.reason)));
         }
-        for (key, end) in over {
-            self.remove_attachment(key, end.reason);
+        for (key, reason) in over {
+            self.remove_attachment(key, reason);
         }
         self.set_guest_timer(keys, cx);
     }
 
     /// Removes an attachment that is over, and reports that.
     fn remove_attachment(&mut self, key: AttachmentKey, reason: Reason) {
-        let Some(guests) = &mut self.guests else {
+        let guests = self.guests.as_mut();
+        let Some(attachment) = guests.and_then(|it| it.attachments.remove(&key)) else {
             return;
         };
-        let Some(attachment) = guests.attachments.remove(&key) else {
-            return;
-        };
-        let event = match attachment.check {
-            PageCheck::All(_) => GuestEvent::Checked {
-                key,
-                result: Err(Refusal::from(reason)),
-            },
-            _ => GuestEvent::Ended { key, reason },
-        };
-        guests.reports.send(self.cid, event);
+        let result = Err(Refusal::from(reason));
+        self.report_guest(match attachment.is_accepted {
+            true => GuestEvent::Ended { key, reason },
+            false => GuestEvent::Checked { key, result },
+        });
     }
 
     /// Sets the timer for pages that are to be checked, and for attachments that end.
@@ -110,8 +92,8 @@ impl Device {
             return;
         };
         let mut attachments = guests.attachments.range(keys).map(|(_, it)| it);
-        let checks = |it: &Attachment| it.check != PageCheck::Done && it.end.is_none();
-        let wait = match guests.pause.allows() && attachments.clone().any(checks) {
+        let wait = match guests.pause.allows() && attachments.clone().any(Attachment::has_unchecked)
+        {
             // In the next turn.
             true => Duration::from_nanos(1),
             false if attachments.any(|it| it.end.is_some()) => RECHECK,
@@ -128,100 +110,55 @@ impl Device {
 
     /// Handles an answer of the device of an endpoint.
     pub(super) fn guest_answered(&mut self, answer: GuestAnswer, cx: &mut Context<'_>) {
-        let GuestAnswer { key, answer } = answer;
-        let Some(guests) = &mut self.guests else {
-            return;
-        };
-        let Some(attachment) = guests.attachments.get_mut(&key) else {
-            return;
-        };
-        let Some(endpoint) = &mut attachment.endpoint else {
-            return;
-        };
-        if let AnswerKind::Command(_, DeviceReply::Failed(reason)) = &answer {
+        let GuestAnswer { key, step, reply } = answer;
+        if let DeviceReply::Failed(reason) = &reply {
             tracing::debug!(cid = %self.cid, reason, "a guest endpoint's device has failed");
         }
-        let next = match answer {
-            AnswerKind::Command(serial, reply) => endpoint.answered(serial, &reply),
-            AnswerKind::Closed if attachment.view.is_lost() => {
-                Answered::Failed(Reason::MEMORY_LOST)
-            }
-            AnswerKind::Closed => Answered::Failed(Reason::NOT_STOPPED),
+        let guests = self.guests.as_mut();
+        let Some(attachment) = guests.and_then(|it| it.attachments.get_mut(&key)) else {
+            return;
         };
-        match next {
-            Answered::Next => {}
-            Answered::Started => guests.reports.send(self.cid, GuestEvent::Started { key }),
-            Answered::Unmarked => {
-                if let Some(log) = &guests.log {
-                    log.mark_all(&attachment.view);
-                }
-            }
-            Answered::Failed(reason) => return self.end_guest(key, reason, false, cx),
+        let answered = attachment.answered(step, &reply);
+        if matches!(step, Step::Stop(_) | Step::Disconnect)
+            && let Some(log) = self.queues.log()
+        {
+            // The endpoint's device does not mark what it writes.
+            let extents = attachment.extents.iter();
+            extents.for_each(|extent| log.mark(extent.addr, extent.len));
+        }
+        match answered {
+            Ok(true) => self.report_guest(GuestEvent::Started { key }),
+            Ok(false) => {}
+            Err(reason) => return self.end_guest(key, reason, false, cx),
         }
         self.drive_guest(key, cx);
     }
 }
 
 impl Attachment {
-    fn end_for(&mut self, reason: Reason) {
-        let at_once = false;
-        self.end.get_or_insert(End { reason, at_once });
-    }
-
-    /// Sends a command to the device.
-    fn send(
-        &mut self,
-        step: Step,
-        reply: ReplyTo,
-        log: Option<&Arc<DirtyLog>>,
-        threads: &ThreadCount,
-    ) -> Result<(), Reason> {
-        let endpoint = self.endpoint.as_mut().ok_or(Reason::SERVER_FAILED)?;
-        let start = endpoint.start.as_ref();
-        let features = start.map_or(0, |start| start.features);
+    /// The device, and the command that carries out a step. `None`: a system call has failed.
+    fn command(&self, step: Step, threads: &ThreadCount) -> Option<(DeviceAddr, DeviceCommand)> {
+        let (device, start) = self.start.as_ref()?;
         let command = match step {
-            Step::Connect => {
-                let reply = reply.clone();
-                let link = FrontendLink::to(move |_| reply.send(AnswerKind::Closed));
-                DeviceCommand::Connected { link }
-            }
-            Step::SetLog => DeviceCommand::SetLog(log.cloned().ok_or(Reason::SERVER_FAILED)?),
-            Step::SetFeatures { logs: true } => DeviceCommand::SetFeatures(features | F_LOG_ALL),
-            Step::SetFeatures { logs: false } => DeviceCommand::SetFeatures(features),
+            Step::SetFeatures => DeviceCommand::SetFeatures(start.features),
             Step::SetMemory => DeviceCommand::SetMemory(Arc::clone(&self.view)),
-            Step::Start { index, base } => endpoint
-                .start_command(index, base, threads)
-                .ok_or(Reason::SERVER_FAILED)?,
+            Step::Start { index, base } => {
+                let call = PeerFd::from(self.call.try_clone().ok()?);
+                DeviceCommand::StartQueue {
+                    index,
+                    config: queue_config(start, index, base)?,
+                    // Nothing writes to it: kicks are messages.
+                    kick: PeerFd::from(new_eventfd().ok()?),
+                    call: Some(CallFd::new(call, CallThread::new(threads)).ok()?),
+                    err: None,
+                    used_log: None,
+                    enabled: true,
+                }
+            }
             Step::Stop(index) => DeviceCommand::StopQueue { index },
             Step::Disconnect => DeviceCommand::Disconnected,
         };
-        let serial = endpoint.begin(step);
-        let mut port = WorkerPort {
-            number: endpoint.device.number,
-            worker: reply.worker.clone(),
-        };
-        let answer = move |answer| reply.send(AnswerKind::Command(serial, answer));
-        port.submit(command, Reply::to(answer));
-        Ok(())
-    }
-}
-
-impl Endpoint {
-    /// `None`: a system call has failed.
-    fn start_command(&self, index: u16, base: u16, threads: &ThreadCount) -> Option<DeviceCommand> {
-        let start = self.start.as_ref()?;
-        let kick = PeerFd::from(self.kick.try_clone().ok()?);
-        let call = PeerFd::from(self.call.try_clone().ok()?);
-        let call = CallFd::new(call, CallThread::new(threads)).ok()?;
-        Some(DeviceCommand::StartQueue {
-            index,
-            config: queue_config(start, index, base)?,
-            kick,
-            call: Some(call),
-            err: None,
-            used_log: None,
-            enabled: true,
-        })
+        Some((*device, command))
     }
 }
 

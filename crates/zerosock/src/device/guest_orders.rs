@@ -11,15 +11,14 @@
 //!   device behind the last of them.
 //! - Behind `Ended` nothing of the attachment is in use: not its pages, its endpoint's device, or its token.
 
-use std::fmt;
-use std::sync::Arc;
-
 use zerosock_proto::Cid;
 use zerosock_ring::Extent;
 use zerosock_sys::PeerFd;
+use zerosock_sys::mailbox::Sender;
 use zerosock_vhost_user::DeviceReply;
 use zerosock_virtio::outbox::DeviceAddr;
 
+use super::state::guests::Step;
 use crate::registration::key::Nonce;
 use crate::registration::{Reason, Refusal, Start, Token};
 
@@ -32,21 +31,20 @@ pub(crate) struct AttachmentKey(pub(crate) u64);
 pub(crate) enum GuestOrder {
     /// Check that the extents lie in the VM's memory and in no other attachment, and that every page has its value. The
     /// answer is `Checked`. For a device that has reported a [`Stream`](GuestEvent::Stream): one to which guest
-    /// endpoints were never [allowed](Self::Allow) does not answer.
+    /// endpoints were never [allowed](Self::Allow) does not answer. The token opens the doorbell.
     Check {
         key: AttachmentKey,
         extents: Vec<Extent>,
         nonce: Nonce,
-    },
-    /// The device of this endpoint, on the same worker, was added, and the doorbell with this token may be opened. Has
-    /// no answer. For an attachment that was checked without a fault.
-    Accept {
-        key: AttachmentKey,
-        device: DeviceAddr,
         token: Token,
     },
-    /// Start the queues of an attachment that was accepted. The answer is `Started`, or `Ended` with the reason.
-    Start { key: AttachmentKey, start: Start },
+    /// Start the queues of an attachment that was checked without a fault. Its endpoint's device was added to the same
+    /// worker. The answer is `Started`, or `Ended` with the reason. Once for each attachment.
+    Start {
+        key: AttachmentKey,
+        device: DeviceAddr,
+        start: Start,
+    },
     /// End the attachment, at any stage. The answer is `Ended`, unless it was sent already.
     End { key: AttachmentKey, reason: Reason },
     /// From now on the guest may register endpoints, which are reported there; `None`: it may not, and its two ports are
@@ -59,57 +57,26 @@ pub(crate) enum GuestOrder {
 pub(crate) enum GuestEvent {
     /// A process of the guest, from a port below 1024, has opened a stream to the registration port.
     Stream(PeerFd),
-    /// The bytes of the extents, or why they are refused. Behind a refusal the key is unknown.
+    /// Whether the pages have shown their values, or why they are refused. Behind a refusal the key is unknown.
     Checked {
         key: AttachmentKey,
-        result: Result<u64, Refusal>,
+        result: Result<(), Refusal>,
     },
     /// The queues run.
     Started { key: AttachmentKey },
     /// The pages are not touched any more, and never will be. The endpoint's device may be removed.
     Ended { key: AttachmentKey, reason: Reason },
-    /// The queues of the VM have stopped: its agents can neither send nor receive.
-    Stopped,
-    /// They run, for the first time or again.
-    Running,
-    /// The guest's driver has reset the device, has left it, or starts anew. Sent once for each such event, before
-    /// `Running`.
+    /// The guest's driver starts anew. Sent at least once for each such event.
     Reset,
 }
 
-/// An answer of the device of a guest endpoint.
+/// The answer of the device of a guest endpoint to a command.
 #[derive(Debug)]
 pub(crate) struct GuestAnswer {
     pub(super) key: AttachmentKey,
-    pub(super) answer: AnswerKind,
+    pub(super) step: Step,
+    pub(super) reply: DeviceReply,
 }
 
-#[derive(Debug)]
-pub(super) enum AnswerKind {
-    /// To the command with this number.
-    Command(u32, DeviceReply),
-    /// The device cannot go on.
-    Closed,
-}
-
-/// Where the devices of VMs report. A call never blocks, and is made on the worker of the device.
-#[derive(Clone)]
-pub(crate) struct GuestReports(Arc<dyn Fn(Cid, GuestEvent) + Send + Sync>);
-
-impl GuestReports {
-    /// Reports are passed to `report`, with the CID of the VM.
-    pub(crate) fn new(report: impl Fn(Cid, GuestEvent) + Send + Sync + 'static) -> GuestReports {
-        GuestReports(Arc::new(report))
-    }
-
-    /// Reports an event of the VM with this CID.
-    pub(crate) fn send(&self, cid: Cid, event: GuestEvent) {
-        (self.0)(cid, event);
-    }
-}
-
-impl fmt::Debug for GuestReports {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("GuestReports")
-    }
-}
+/// Where the devices of VMs report, each with the CID of its VM.
+pub(crate) type GuestReports = Sender<(Cid, GuestEvent)>;

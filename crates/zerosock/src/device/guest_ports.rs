@@ -70,11 +70,8 @@ impl GuestBridges<'_, '_> {
             Err(error) => return self.refuse(key, &Refusal::from(error)),
         };
         self.host_connected(key, socket);
-        if self.device.bridges.get(key).is_some()
-            && let Some(guests) = &self.device.guests
-        {
-            let reports = &guests.reports;
-            reports.send(self.device.cid, GuestEvent::Stream(control));
+        if self.device.bridges.get(key).is_some() {
+            self.device.report_guest(GuestEvent::Stream(control));
         }
     }
 

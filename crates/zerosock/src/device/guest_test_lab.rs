@@ -4,7 +4,7 @@
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver};
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -52,15 +52,15 @@ pub(crate) struct GuestLab {
     dir: tempfile::TempDir,
     pub(crate) worker: Worker,
     sender: Sender<WorkerMessage>,
-    events: Receiver<(Cid, GuestEvent)>,
+    events: Mailbox<(Cid, GuestEvent)>,
     pub(crate) ram: OwnedFd,
     /// The kernel of the VM.
     pub(crate) vm: Guest,
     /// What it has received.
     packets: Vec<(Repr, Vec<u8>)>,
     next: u32,
-    /// What was reported of the VM.
-    pub(crate) phases: Vec<&'static str>,
+    /// Resets of the VM that were reported.
+    pub(crate) resets: u32,
 }
 
 /// An endpoint, and the program on its pages.
@@ -158,7 +158,7 @@ pub(crate) fn terms() -> Terms {
     }
 }
 
-fn addr(number: u32) -> DeviceAddr {
+pub(crate) fn addr(number: u32) -> DeviceAddr {
     let worker = 0;
     DeviceAddr { worker, number }
 }
@@ -210,7 +210,7 @@ impl GuestLab {
         let worker = Worker::new(0, vec![sender.clone()], mailbox, shared).unwrap();
         let ram = zerosock_sys::memfd::create("vm", RAM, sealed).unwrap();
         let vm = Guest::on(VM_CID, map(&ram, RAM), |_| true);
-        let (report, events) = mpsc::channel();
+        let (reports, events) = Mailbox::new().unwrap();
         let mut lab = GuestLab {
             dir,
             worker,
@@ -220,9 +220,8 @@ impl GuestLab {
             vm,
             packets: Vec::new(),
             next: 1,
-            phases: Vec::new(),
+            resets: 0,
         };
-        let reports = GuestReports::new(move |cid, event| drop(report.send((cid, event))));
         let reports = reports_to.unwrap_or(reports);
         lab.add_device(VM, DriverKind::Vm, Some(reports));
         lab.worker.start().unwrap();
@@ -241,7 +240,7 @@ impl GuestLab {
 
     /// Connects the front-end of the VM, and starts its queues.
     pub(crate) fn connect_vm(&mut self) {
-        let link = FrontendLink::to(|_| {});
+        let link = FrontendLink::discarded().unwrap();
         self.done(DeviceCommand::Connected { link });
         self.done(DeviceCommand::SetFeatures(F_VERSION_1));
         self.set_memory(RAM);
@@ -401,15 +400,13 @@ impl GuestLab {
         self.until("an event", |lab| lab.try_event())
     }
 
-    /// The next event of a stream or an attachment. Those of the VM before it are in `phases` then.
+    /// The next event of a stream or an attachment. Resets of the VM before it are in `resets` then.
     pub(crate) fn try_event(&mut self) -> Option<GuestEvent> {
         loop {
-            let (cid, event) = self.events.try_recv().ok()?;
+            let (cid, event) = self.events.drain().next()?;
             assert_eq!(cid, VM_CID);
             match event {
-                GuestEvent::Stopped => self.phases.push("stopped"),
-                GuestEvent::Running => self.phases.push("running"),
-                GuestEvent::Reset => self.phases.push("reset"),
+                GuestEvent::Reset => self.resets += 1,
                 event => return Some(event),
             }
         }
@@ -469,10 +466,12 @@ impl GuestLab {
         let all = 0..view.size() / PAGE;
         assert_eq!(write_values(&view, &nonce, all), None);
         let key = AttachmentKey(number.into());
+        let token = Token([number as u8; 16]);
         self.order(GuestOrder::Check {
             key,
             extents,
             nonce,
+            token,
         });
         key
     }
@@ -480,16 +479,13 @@ impl GuestLab {
     /// An attachment that was accepted behind the check of its pages.
     pub(crate) fn accepted(&mut self, pages: &[u64]) -> TestEndpoint {
         let (key, event) = self.check(pages);
-        let len = pages.len() as u64 * HUGE;
         let GuestEvent::Checked { result, .. } = event else {
             panic!("{event:?}");
         };
-        assert_eq!(result, Ok(len));
+        assert_eq!(result, Ok(()));
         let number = key.0 as u32;
-        self.add_device(number, DriverKind::GuestEndpoint, None);
+        self.add_device(number, DriverKind::GuestEndpoint { vm: addr(VM) }, None);
         let token = Token([number as u8; 16]);
-        let device = addr(number);
-        self.order(GuestOrder::Accept { key, device, token });
         let (extents, view) = self.view(pages);
         for page in 0..pages.len() as u64 {
             fill(&view, page * HUGE, HUGE - 64, 0);
@@ -522,6 +518,7 @@ impl GuestLab {
     pub(crate) fn order_start(&mut self, endpoint: &TestEndpoint) {
         self.order(GuestOrder::Start {
             key: endpoint.key,
+            device: addr(endpoint.number),
             start: Start {
                 features: F_VERSION_1,
                 queue_size: test_guest::SIZE,

@@ -14,14 +14,14 @@ use zerosock_ring::{DriverLayout, Extent, Memory};
 use zerosock_vhost_user::session::F_VERSION_1;
 use zerosock_vhost_user::{DeviceCommand, DeviceModel, DevicePort, Reply};
 use zerosock_virtio::command::QueueStarted;
-use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::queues::{Quiesced, Scope};
 use zerosock_virtio::worker::WorkerPort;
 
 use super::guest_commands::queue_config;
 use super::guest_orders::{AttachmentKey, GuestEvent, GuestOrder, GuestReports};
 use super::model::VsockModel;
-use super::state::guests::{Attachment, Checked, End, Endpoint, Guests, PageCheck, Phase, Rest};
+use super::state::guests::{Attachment, Checked, End, Guests};
+use super::state::queue_index::EVENT;
 use super::{Context, Device};
 use crate::registration::key::Nonce;
 use crate::registration::page_value::PAGE;
@@ -33,23 +33,45 @@ const PAGES_PER_TURN: u64 = 256;
 impl Device {
     /// Carries out an order of the control thread.
     pub(super) fn guest_order(&mut self, order: GuestOrder, cx: &mut Context<'_>) {
-        let (key, done) = match order {
+        match order {
             GuestOrder::Check {
                 key,
                 extents,
                 nonce,
-            } => {
-                self.begin_check(key, extents, nonce);
-                (key, Ok(()))
+                token,
+            } => match self.begin_check(extents, nonce, token) {
+                Ok(attachment) => {
+                    if let Some(guests) = &mut self.guests {
+                        guests.attachments.insert(key, attachment);
+                    }
+                    self.drive_guest(key, cx);
+                }
+                Err(refusal) => self.report_guest(GuestEvent::Checked {
+                    key,
+                    result: Err(refusal),
+                }),
+            },
+            GuestOrder::Start { key, device, start } => {
+                let cid = self.cid;
+                let Some(attachment) = self.attachment(key) else {
+                    return;
+                };
+                if let Err(reason) = check_start(&start, attachment.view.size(), cid) {
+                    return self.end_guest(key, reason, false, cx);
+                }
+                attachment.start = Some((device, start));
+                self.drive_guest(key, cx);
             }
-            GuestOrder::Accept { key, device, token } => (key, self.accept(key, device, token)),
-            GuestOrder::Start { key, start } => (key, self.set_start(key, start)),
-            GuestOrder::End { key, reason } => (key, Err(reason)),
-            GuestOrder::Allow(reports) => return self.allow_guests(reports),
-        };
-        match done {
-            Ok(()) => self.drive_guest(key, cx),
-            Err(reason) => self.end_guest(key, reason, false, cx),
+            GuestOrder::End { key, reason } => self.end_guest(key, reason, false, cx),
+            GuestOrder::Allow(reports) => self.allow_guests(reports),
+        }
+    }
+
+    /// Reports an event to the control thread.
+    pub(super) fn report_guest(&self, event: GuestEvent) {
+        if let Some(guests) = &self.guests {
+            // The control thread has ended otherwise.
+            let _ = guests.reports.send((self.cid, event));
         }
     }
 
@@ -57,66 +79,23 @@ impl Device {
     fn allow_guests(&mut self, reports: Option<GuestReports>) {
         match (&mut self.guests, reports) {
             (Some(guests), reports) => guests.is_open = reports.is_some(),
-            (None, Some(reports)) => {
-                let mut guests = Guests::new(reports);
-                guests.log = self.queues.log();
-                guests.set_phase(self.cid, Phase::Running);
-                self.guests = Some(Box::new(guests));
-            }
+            (None, Some(reports)) => self.guests = Some(Box::new(Guests::new(reports))),
             (None, None) => {}
         }
     }
 
-    fn begin_check(&mut self, key: AttachmentKey, extents: Vec<Extent>, nonce: Nonce) {
-        let view = self.view_of(&extents);
-        let Some(guests) = &mut self.guests else {
-            return;
-        };
-        match view {
-            Ok(view) => {
-                let attachment = Attachment::new(extents, nonce, view);
-                guests.attachments.insert(key, attachment);
-            }
-            Err(refusal) => {
-                let result = Err(refusal);
-                let event = GuestEvent::Checked { key, result };
-                guests.reports.send(self.cid, event);
-            }
-        }
-    }
-
-    fn accept(
-        &mut self,
-        key: AttachmentKey,
-        device: DeviceAddr,
+    /// The attachment on these extents, of which the pages are still to be checked.
+    fn begin_check(
+        &self,
+        extents: Vec<Extent>,
+        nonce: Nonce,
         token: Token,
-    ) -> Result<(), Reason> {
-        let Some(guests) = &mut self.guests else {
-            return Ok(());
-        };
-        let kick = guests.kick().map_err(|_| Reason::SERVER_FAILED)?;
-        let attachment = guests.attachments.get_mut(&key);
-        if let Some(attachment) = attachment.filter(|it| it.end.is_none()) {
-            let permit = self.account.take_descriptors(Endpoint::DESCRIPTORS);
-            let permit = permit.map_err(|_| Reason::FULL)?;
-            let endpoint =
-                Endpoint::new(device, kick, permit).map_err(|_| Reason::SERVER_FAILED)?;
-            attachment.endpoint = Some(endpoint);
-            attachment.token = Some(token);
-        }
-        Ok(())
-    }
-
-    fn set_start(&mut self, key: AttachmentKey, start: Start) -> Result<(), Reason> {
-        let cid = self.cid;
-        if let Some(attachment) = self.attachment(key) {
-            let endpoint = attachment.endpoint.as_mut();
-            let endpoint = endpoint.filter(|it| it.start.is_none());
-            let endpoint = endpoint.ok_or(Reason::BAD_REQUEST)?;
-            check_start(&start, attachment.view.size(), cid)?;
-            endpoint.start = Some(start);
-        }
-        Ok(())
+    ) -> Result<Attachment, Refusal> {
+        let view = self.view_of(&extents)?;
+        let permit = self.account.take_descriptors(Attachment::DESCRIPTORS);
+        let permit = permit.map_err(|_| Reason::FULL)?;
+        Attachment::new(extents, nonce, token, view, permit)
+            .map_err(|_| Reason::SERVER_FAILED.into())
     }
 
     fn attachment(&mut self, key: AttachmentKey) -> Option<&mut Attachment> {
@@ -183,29 +162,17 @@ impl Device {
             return;
         };
         match scope {
-            Scope::Queue(index) => {
-                guests.pause.queue_stops(index);
-                guests.set_phase(self.cid, Phase::Stopped);
-            }
+            Scope::Queue(index) => guests.pause.queue_stops(index),
             Scope::Memory => guests.pause.replaces_memory = true,
-            Scope::Reset => {
-                guests.set_phase(self.cid, Phase::Reset);
-                return self.end_all_guests(Reason::DEVICE_RESET, false, cx);
-            }
+            Scope::Reset => return self.end_all_guests(Reason::DEVICE_RESET, false, cx),
         }
         self.drive_guests(cx);
     }
 
     /// Whether the pages of the endpoints are not used any more, as far as a command of the VMM needs it.
     pub(super) fn guests_quiesced(&self) -> Quiesced {
-        match self.guests.as_ref().map_or(Rest::Done, |it| it.rest()) {
-            Rest::Done => Quiesced::Done,
-            // Their devices have a limit themselves.
-            Rest::Busy => Quiesced::Waits,
-            Rest::Written => Quiesced::Unknown(
-                "the embedding program kept a buffer of a guest endpoint in use for too long",
-            ),
-        }
+        let guests = self.guests.as_ref();
+        guests.map_or(Quiesced::Done, |it| it.quiesced())
     }
 
     /// A queue of the VM has started.
@@ -220,12 +187,8 @@ impl Device {
         };
         let was_stopped = !guests.pause.allows();
         let goes_on = guests.pause.queue_started(index, started);
-        // Of a queue that starts at 0 after a stop elsewhere, the reset has been reported.
-        if !goes_on {
-            guests.set_phase(self.cid, Phase::Reset);
-        }
-        if guests.pause.is_over() {
-            guests.set_phase(self.cid, Phase::Running);
+        if !goes_on || started.base == 0 && index != EVENT {
+            self.report_guest(GuestEvent::Reset);
         }
         if !goes_on {
             return self.end_all_guests(Reason::DEVICE_RESET, true, cx);
@@ -251,7 +214,6 @@ impl Device {
         };
         guests.pause.replaces_memory = false;
         // A front-end that has gone leaves none.
-        guests.log = self.queues.log();
         let Some(memory) = &self.queues.memory else {
             return;
         };
@@ -266,36 +228,17 @@ impl Device {
         self.continue_guests(cx);
     }
 
-    /// The VM's log of written pages has changed.
-    pub(super) fn guests_log_changed(&mut self, cx: &mut Context<'_>) {
-        let Some(guests) = &mut self.guests else {
-            return;
-        };
-        guests.log = self.queues.log();
-        let endpoints = guests.attachments.values_mut();
-        endpoints
-            .filter_map(|it| it.endpoint.as_mut())
-            .for_each(Endpoint::log_changed);
-        self.drive_guests(cx);
-    }
-
     /// Ends all attachments before the VM forgets its connections. Returns true when their devices have no queues and
     /// no memory any more.
     pub(super) fn end_guests(&mut self, cx: &mut Context<'_>) -> bool {
-        let Some(guests) = &mut self.guests else {
-            return true;
-        };
-        // Else it may be a long pause, which connections do not outlast.
-        if self.queues.link.is_none() {
-            guests.set_phase(self.cid, Phase::Reset);
-        }
         let reason = match self.queues.link {
             _ if self.has_lost_memory() => Reason::MEMORY_LOST,
             None => Reason::FRONTEND_GONE,
             Some(_) => Reason::DEVICE_RESET,
         };
         self.end_all_guests(reason, true, cx);
-        self.guests.as_ref().is_none_or(|it| !it.are_connected())
+        let mut attachments = self.guests.iter().flat_map(|it| it.attachments.values());
+        !attachments.any(|it| it.is_connected)
     }
 
     fn end_all_guests(&mut self, reason: Reason, at_once: bool, cx: &mut Context<'_>) {
@@ -316,9 +259,9 @@ impl Device {
             return;
         };
         let Guests { attachments, .. } = *guests;
-        for endpoint in attachments.into_values().filter_map(|it| it.endpoint) {
+        for (device, _) in attachments.into_values().filter_map(|it| it.start) {
             let mut port = WorkerPort {
-                number: endpoint.device.number,
+                number: device.number,
                 worker: worker.clone(),
             };
             port.submit(DeviceCommand::Disconnected, Reply::to(drop));
@@ -327,7 +270,6 @@ impl Device {
 
     /// Checks the next pages, and looks at attachments that end.
     pub(super) fn guests_timed_out(&mut self, cx: &mut Context<'_>) {
-        let cid = self.cid;
         let Some(guests) = &mut self.guests else {
             return;
         };
@@ -335,24 +277,25 @@ impl Device {
             return;
         }
         let mut budget = PAGES_PER_TURN;
-        let mut wrong = Vec::new();
+        let (mut right, mut wrong) = (Vec::new(), Vec::new());
         let allows = guests.pause.allows();
         let attachments = guests.attachments.iter_mut();
-        for (&key, it) in attachments.filter(|(_, it)| allows && it.end.is_none()) {
-            let is_first = matches!(it.check, PageCheck::All(_));
+        for (&key, it) in attachments.filter(|(_, it)| allows && it.has_unchecked()) {
             match it.check_pages(&mut budget) {
-                Checked::Wrong(page) => wrong.push((key, is_first, page)),
-                Checked::All if is_first => {
-                    let result = Ok(it.view.size());
-                    guests
-                        .reports
-                        .send(cid, GuestEvent::Checked { key, result });
+                Checked::Wrong(page) => wrong.push((key, it.is_accepted, page)),
+                Checked::All if !it.is_accepted => {
+                    it.is_accepted = true;
+                    right.push(key);
                 }
                 Checked::All | Checked::More => {}
             }
         }
-        for (key, is_first, page) in wrong {
-            let reason = self.page_is_wrong(is_first, page);
+        for key in right {
+            let result = Ok(());
+            self.report_guest(GuestEvent::Checked { key, result });
+        }
+        for (key, is_accepted, page) in wrong {
+            let reason = self.page_is_wrong(is_accepted, page);
             let at_once = true;
             self.begin_end(key, End { reason, at_once }, cx);
         }
@@ -360,15 +303,15 @@ impl Device {
     }
 
     /// Warns of a page without its value. Returns why the attachment ends.
-    fn page_is_wrong(&mut self, is_first: bool, page: u64) -> Reason {
+    fn page_is_wrong(&mut self, is_accepted: bool, page: u64) -> Reason {
         self.warn(&format!(
             "a page of a guest endpoint, at {:#x} of its memory, has not shown its value",
             page * PAGE
         ));
-        match (self.queues.is_memory_lost(), is_first) {
+        match (self.queues.is_memory_lost(), is_accepted) {
             (true, _) => Reason::MEMORY_LOST,
-            (false, true) => Reason::FAILED,
-            (false, false) => Reason::MEMORY_CHANGED,
+            (false, true) => Reason::MEMORY_CHANGED,
+            (false, false) => Reason::FAILED,
         }
     }
 }

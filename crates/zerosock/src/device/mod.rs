@@ -108,6 +108,7 @@ use crate::device::guest_bridges::GuestBridges;
 use crate::stats::Gauges;
 use state::bridge::{Bridge, BridgePeer};
 pub(crate) use state::host::HostAccess;
+use state::sibling_message::SiblingMessage;
 use state::timers::Timer;
 pub(crate) use state::turn_budget::TURN_BYTES;
 pub(crate) use state::{
@@ -212,6 +213,10 @@ impl Device {
         if let Some(link) = link {
             link.close(reason);
         }
+        if let DriverKind::GuestEndpoint { vm } = self.driver {
+            // The VM's device, which has the same memory, may sleep: its next turn finds the loss.
+            cx.outbox.send(vm, SiblingMessage::Kick);
+        }
     }
 }
 
@@ -285,7 +290,7 @@ impl GuestBridges<'_, '_> {
         match &mut bridge.peer {
             BridgePeer::Sibling(sibling) => sibling::return_inbound(sibling, false, self.cx),
             BridgePeer::Doorbell(of) => self.device.doorbell_closed(*of, self.cx),
-            BridgePeer::NewDoorbell { deadline } => self.device.doorbell_decided(key, *deadline),
+            BridgePeer::NewDoorbell => self.device.doorbell_decided(key),
             _ => {}
         }
         self.cx.shared.counters.conns_removed.add(1);

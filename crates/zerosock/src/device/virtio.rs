@@ -24,7 +24,7 @@ use zerosock_virtio::ring::Ring;
 use super::events::{GONE, RESET};
 use super::model::used_pairs;
 use super::state::bridge::{Bridge, BridgePeer};
-use super::state::guests::{Pause, Phase};
+use super::state::guests::Pause;
 use super::{Context, Device, EVENT, RX, Shared, TX, VsockRings};
 use crate::device::state::sibling_message::SiblingMessage;
 
@@ -266,10 +266,6 @@ impl VirtioDevice for Device {
         self.guests_queue_started(index, started, cx);
     }
 
-    fn log_changed(&mut self, cx: &mut Context<'_>) {
-        self.guests_log_changed(cx);
-    }
-
     fn release(&mut self, scope: Scope, cx: &mut Context<'_>) {
         if let Scope::Queue(RX | TX) = scope {
             self.begin_stop(cx);
@@ -328,9 +324,6 @@ impl VirtioDevice for Device {
         self.stop.has_ended = false;
         if let Some(guests) = &mut self.guests {
             guests.pause = Pause::default();
-            if self.queues.is_restarting() {
-                guests.set_phase(self.cid, Phase::Reset);
-            }
         }
         if stopped {
             self.reset_used_pairs();

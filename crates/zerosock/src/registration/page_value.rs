@@ -56,7 +56,11 @@ pub fn clear_values(memory: &Memory, pages: Range<u64>) {
 
 /// The first of these pages of a memory that has another value than it should have, or does not lie in it. For a memory
 /// that has the order of the list and begins at 0.
-pub fn find_wrong_page(memory: &Memory, nonce: &Nonce, pages: Range<u64>) -> Option<u64> {
+pub fn find_wrong_page(
+    memory: &Memory,
+    nonce: &Nonce,
+    pages: impl Iterator<Item = u64>,
+) -> Option<u64> {
     find_page(memory, pages, |piece, number| {
         memory.read_array(piece, 0) == Some(page_value(nonce, number))
     })
@@ -65,7 +69,7 @@ pub fn find_wrong_page(memory: &Memory, nonce: &Nonce, pages: Range<u64>) -> Opt
 /// The first page whose value does not lie in the memory, or for which `is_right` is false.
 fn find_page(
     memory: &Memory,
-    pages: Range<u64>,
+    pages: impl Iterator<Item = u64>,
     is_right: impl Fn(&[Piece], u64) -> bool,
 ) -> Option<u64> {
     let mut pieces = Vec::new();

@@ -49,7 +49,7 @@ pub(crate) enum BridgePeer {
     /// A sibling.
     Sibling(SiblingPeer),
     /// A doorbell of which the token has not arrived. It is reset at the deadline.
-    NewDoorbell { deadline: Instant },
+    NewDoorbell,
     /// The doorbell of this attachment.
     Doorbell(AttachmentKey),
 }

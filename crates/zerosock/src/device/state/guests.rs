@@ -13,37 +13,34 @@ use std::sync::{Arc, Weak};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
-use zerosock_proto::{Cid, Instant};
-use zerosock_ring::{DirtyLog, Extent, Memory};
+use zerosock_proto::Instant;
+use zerosock_ring::{Extent, Memory};
 use zerosock_sys::account::Permit;
 use zerosock_sys::notify::ThreadCount;
 use zerosock_vhost_user::DeviceReply;
 use zerosock_virtio::command::QueueStarted;
 use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::poller::Poller;
+use zerosock_virtio::queues::Quiesced;
 
-use super::queue_index::{EVENT, RX, TX};
-use crate::device::guest_orders::{AttachmentKey, GuestEvent, GuestReports};
+use super::queue_index::{EVENT, RX};
+use crate::device::guest_orders::{AttachmentKey, GuestReports};
 use crate::registration::key::Nonce;
 use crate::registration::page_value::{PAGE, find_wrong_page};
 use crate::registration::{Reason, Refusal, Start, Token};
 
-/// The queues of an endpoint, in the order in which they stop: that with the buffers that are written first.
-const QUEUES: [u16; 3] = [RX, TX, EVENT];
+/// The queues of an endpoint. They stop in the order of their numbers: first that with the buffers that are written.
+const QUEUES: usize = 3;
+/// Pages of a huge page.
+const PAGES_OF_HUGE: u64 = Extent::HUGE_PAGE / PAGE;
 
 /// The guest endpoints of a VM. Its first queue pair has them.
 pub(crate) struct Guests {
     pub(in crate::device) reports: GuestReports,
     /// Whether the guest may register endpoints.
     pub(in crate::device) is_open: bool,
-    /// What was reported last of the VM.
-    phase: Phase,
     pub(in crate::device) attachments: BTreeMap<AttachmentKey, Attachment>,
     pub(in crate::device) pause: Pause,
-    /// The VM's log of written pages, while it is on.
-    pub(in crate::device) log: Option<Arc<DirtyLog>>,
-    /// What the devices of the endpoints watch for kicks. Nothing writes to it: kicks are messages.
-    kick: Option<Arc<OwnedFd>>,
     /// Counts the threads that write to descriptors of the endpoints.
     pub(in crate::device) threads: ThreadCount,
     /// The bridges of doorbells without a token, oldest first.
@@ -57,38 +54,12 @@ impl Guests {
         Guests {
             reports,
             is_open: true,
-            phase: Phase::Reset,
             attachments: BTreeMap::new(),
             pause: Pause::default(),
-            log: None,
-            kick: None,
             threads: ThreadCount::default(),
             new_doorbells: VecDeque::new(),
             wakes_at: None,
         }
-    }
-
-    /// The kick of the endpoints' queues, which is made for the first of them.
-    pub(in crate::device) fn kick(&mut self) -> rustix::io::Result<Arc<OwnedFd>> {
-        let kick = match self.kick.take() {
-            Some(kick) => kick,
-            None => Arc::new(new_eventfd()?),
-        };
-        Ok(Arc::clone(self.kick.insert(kick)))
-    }
-
-    /// Reports what the VM does now, if that is something else than before. Queues that stop behind a reset are no pause.
-    pub(in crate::device) fn set_phase(&mut self, cid: Cid, phase: Phase) {
-        if phase == self.phase || (self.phase, phase) == (Phase::Reset, Phase::Stopped) {
-            return;
-        }
-        self.phase = phase;
-        let event = match phase {
-            Phase::Running => GuestEvent::Running,
-            Phase::Stopped => GuestEvent::Stopped,
-            Phase::Reset => GuestEvent::Reset,
-        };
-        self.reports.send(cid, event);
     }
 
     /// The position of the first of these extents that has bytes of an attachment. They do not overlap each other.
@@ -108,44 +79,20 @@ impl Guests {
         overlapped.map(|(_, index)| *index).min()
     }
 
-    /// Whether the queues of the VM may stop, or its memory be replaced.
-    pub(in crate::device) fn rest(&self) -> Rest {
-        let endpoints = || self.attachments.values();
-        if endpoints().any(|it| !it.is_at_rest()) {
-            return Rest::Busy;
+    /// Whether the pages of the endpoints are not used any more, as far as a command of the VMM needs it.
+    pub(in crate::device) fn quiesced(&self) -> Quiesced {
+        let mut attachments = self.attachments.values();
+        // Their devices have a limit themselves.
+        if attachments.clone().any(|it| !it.is_at_rest()) {
+            return Quiesced::Waits;
         }
-        match endpoints().any(|it| it.may_be_written()) {
-            true => Rest::Written,
-            false => Rest::Done,
+        match attachments.any(|it| it.may_be_written && !it.is_unused()) {
+            true => Quiesced::Unknown(
+                "the embedding program kept a buffer of a guest endpoint in use for too long",
+            ),
+            false => Quiesced::Done,
         }
     }
-
-    /// Whether a device of an endpoint has queues, or the memory.
-    pub(in crate::device) fn are_connected(&self) -> bool {
-        let mut endpoints = self.attachments.values();
-        endpoints.any(|it| it.endpoint.as_ref().is_some_and(|it| it.is_connected))
-    }
-}
-
-/// What the queues of a VM do.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(in crate::device) enum Phase {
-    Running,
-    /// They may go on where they were stopped.
-    Stopped,
-    /// They have not run since a reset, or since the front-end has connected.
-    Reset,
-}
-
-/// How far the endpoints have come with stopping.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(in crate::device) enum Rest {
-    /// A device of theirs answers soon.
-    Busy,
-    /// A program may still write into a loan of their pages.
-    Written,
-    /// Their pages do not change.
-    Done,
 }
 
 /// The stop of the VM's queues, and the replacement of its memory.
@@ -162,11 +109,6 @@ impl Pause {
         self.stopped == 0 && !self.replaces_memory
     }
 
-    /// Whether all queues that have run do run.
-    pub(in crate::device) fn is_over(&self) -> bool {
-        self.stopped == 0
-    }
-
     pub(in crate::device) fn queue_stops(&mut self, index: u16) {
         self.stopped |= 1 << index;
     }
@@ -181,15 +123,12 @@ impl Pause {
     }
 }
 
-/// The pages that are to show their values, and how far they have been checked.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(in crate::device) enum PageCheck {
-    /// All pages, for the order to check them; the number of the next one.
-    All(u64),
-    /// The last page of each huge page, after the VM was stopped; the number of the next huge page.
-    Last(u64),
-    /// None.
-    Done,
+/// The pages that are to show their values: of each group of this many pages the last one.
+#[derive(Clone, Debug, Eq, PartialEq)]
+struct PageCheck {
+    group: u64,
+    /// The groups that have not been checked.
+    left: Range<u64>,
 }
 
 /// What the check of some pages has found.
@@ -211,6 +150,23 @@ pub(in crate::device) struct End {
     pub(in crate::device) at_once: bool,
 }
 
+/// A command for the device of an endpoint.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(in crate::device) enum Step {
+    SetFeatures,
+    SetMemory,
+    Start { index: u16, base: u16 },
+    Stop(u16),
+    Disconnect,
+}
+
+#[derive(Copy, Clone, Debug, Default)]
+struct QueueState {
+    runs: bool,
+    /// Where it starts.
+    base: u16,
+}
+
 /// Pages that a guest has named, and the endpoint on them.
 #[derive(Debug)]
 pub(crate) struct Attachment {
@@ -220,79 +176,103 @@ pub(crate) struct Attachment {
     pub(in crate::device) view: Arc<Memory>,
     /// The same in earlier memory of the VM, as long as something has it.
     old_views: Vec<Weak<Memory>>,
-    pub(in crate::device) check: PageCheck,
+    check: PageCheck,
+    /// All pages have shown their values, which was reported.
+    pub(in crate::device) is_accepted: bool,
     /// Opens the doorbell.
     pub(in crate::device) token: Option<Token>,
     /// The bridge of the doorbell.
     pub(in crate::device) doorbell: Option<u32>,
-    pub(in crate::device) endpoint: Option<Endpoint>,
+    /// Where the endpoint's device notifies its driver, for all queues.
+    pub(in crate::device) call: OwnedFd,
+    /// For its descriptors.
+    _permit: Permit,
+    /// The endpoint's device, and how its queues start; `None`: they are not to be started yet.
+    pub(in crate::device) start: Option<(DeviceAddr, Start)>,
+    /// Whether the device has features, and possibly queues and the memory.
+    pub(in crate::device) is_connected: bool,
+    has_memory: bool,
+    queues: [QueueState; QUEUES],
+    /// The queues have run, which was reported.
+    has_started: bool,
+    /// Its receive queue could not be stopped in order: a program may still write into a buffer of it.
+    may_be_written: bool,
+    pending: Option<Step>,
     pub(in crate::device) end: Option<End>,
 }
 
 impl Attachment {
-    pub(in crate::device) fn new(extents: Vec<Extent>, nonce: Nonce, view: Memory) -> Attachment {
-        Attachment {
+    /// Descriptors that it has: where it notifies, a duplicate of that for each queue, and the kick of each queue.
+    pub(in crate::device) const DESCRIPTORS: u64 = 1 + 2 * QUEUES as u64;
+
+    /// `permit`: for [`Self::DESCRIPTORS`].
+    pub(in crate::device) fn new(
+        extents: Vec<Extent>,
+        nonce: Nonce,
+        token: Token,
+        view: Memory,
+        permit: Permit,
+    ) -> rustix::io::Result<Attachment> {
+        Ok(Attachment {
             extents,
             nonce,
+            check: PageCheck {
+                group: 1,
+                left: 0..view.size() / PAGE,
+            },
             view: Arc::new(view),
             old_views: Vec::new(),
-            check: PageCheck::All(0),
-            token: None,
+            is_accepted: false,
+            token: Some(token),
             doorbell: None,
-            endpoint: None,
+            call: new_eventfd()?,
+            _permit: permit,
+            start: None,
+            is_connected: false,
+            has_memory: false,
+            queues: Default::default(),
+            has_started: false,
+            may_be_written: false,
+            pending: None,
             end: None,
-        }
+        })
+    }
+
+    /// Whether pages are to be checked, if it goes on.
+    pub(in crate::device) fn has_unchecked(&self) -> bool {
+        !self.check.left.is_empty() && self.end.is_none()
     }
 
     /// Checks the next pages, at most `budget`, which is reduced by them.
     pub(in crate::device) fn check_pages(&mut self, budget: &mut u64) -> Checked {
-        const HUGE: u64 = Extent::HUGE_PAGE / PAGE;
-        let pages = self.view.size() / PAGE;
-        let (count, from) = match self.check {
-            PageCheck::All(next) => (pages, next),
-            PageCheck::Last(next) => (pages / HUGE, next),
-            PageCheck::Done => return Checked::All,
-        };
-        let to = count.min(from.saturating_add(*budget));
-        *budget -= to - from;
-        let (wrong, next) = match self.check {
-            PageCheck::Last(_) => {
-                let page = |huge| HUGE * huge + HUGE - 1;
-                let check = |page| find_wrong_page(&self.view, &self.nonce, page..page + 1);
-                let wrong = (from..to).find_map(|huge| check(page(huge)));
-                (wrong, PageCheck::Last(to))
-            }
-            _ => {
-                let wrong = find_wrong_page(&self.view, &self.nonce, from..to);
-                (wrong, PageCheck::All(to))
-            }
-        };
-        self.check = next;
-        match wrong {
+        let PageCheck { group, left } = &mut self.check;
+        let to = left.end.min(left.start.saturating_add(*budget));
+        *budget -= to - left.start;
+        let pages = (left.start..to).map(|number| (number + 1) * *group - 1);
+        left.start = to;
+        match find_wrong_page(&self.view, &self.nonce, pages) {
             Some(page) => Checked::Wrong(page),
-            None if to < count => Checked::More,
-            None => {
-                self.check = PageCheck::Done;
-                Checked::All
-            }
+            None if left.is_empty() => Checked::All,
+            None => Checked::More,
         }
+    }
+
+    /// Begins the check of its pages anew, before it goes on after a stop. Those of an endpoint show the last value of each
+    /// huge page.
+    pub(in crate::device) fn check_again(&mut self) {
+        let group = match self.is_accepted {
+            true => PAGES_OF_HUGE,
+            false => 1,
+        };
+        let left = 0..self.view.size() / PAGE / group;
+        self.check = PageCheck { group, left };
     }
 
     /// Separates it from its doorbell. Returns the bridge.
     pub(in crate::device) fn take_doorbell(&mut self, poller: &Poller) -> Option<u32> {
         let doorbell = self.doorbell.take()?;
-        if let Some(endpoint) = &self.endpoint {
-            poller.remove(&endpoint.call);
-        }
+        poller.remove(&self.call);
         Some(doorbell)
-    }
-
-    /// Begins the check of its pages anew, before it goes on after a stop.
-    pub(in crate::device) fn check_again(&mut self) {
-        self.check = match self.check {
-            PageCheck::All(_) => PageCheck::All(0),
-            _ => PageCheck::Last(0),
-        };
     }
 
     /// Uses the same extents of other memory of the VM.
@@ -304,9 +284,7 @@ impl Attachment {
         let old = std::mem::replace(&mut self.view, view);
         self.old_views.retain(|view| view.strong_count() > 0);
         self.old_views.push(Arc::downgrade(&old));
-        if let Some(endpoint) = &mut self.endpoint {
-            endpoint.has_memory = false;
-        }
+        self.has_memory = false;
         Ok(())
     }
 
@@ -317,17 +295,9 @@ impl Attachment {
     }
 
     fn is_at_rest(&self) -> bool {
-        let ends = self.end.is_some();
-        self.endpoint.as_ref().is_none_or(|endpoint| {
-            endpoint.pending.is_none()
-                && !endpoint.queues.iter().any(|queue| queue.runs)
-                && !(ends && endpoint.is_connected)
-        })
-    }
-
-    fn may_be_written(&self) -> bool {
-        let endpoint = self.endpoint.as_ref();
-        endpoint.is_some_and(|endpoint| endpoint.may_be_written) && !self.is_unused()
+        self.pending.is_none()
+            && !self.queues.iter().any(|queue| queue.runs)
+            && !(self.end.is_some() && self.is_connected)
     }
 
     /// Whether it has ended, and nothing is left of it.
@@ -336,235 +306,94 @@ impl Attachment {
     }
 
     /// The next command for its device. `may_run`: see [`Pause::allows`].
-    pub(in crate::device) fn next_step(&mut self, may_run: bool, logs: bool) -> Option<Step> {
-        let may_run = may_run && self.check == PageCheck::Done && self.end.is_none();
-        let endpoint = self.endpoint.as_mut()?;
-        match self.end {
-            Some(End { at_once: true, .. }) => {
-                let is_sent = matches!(endpoint.pending, Some(Step::Disconnect));
-                return (endpoint.is_connected && !is_sent).then_some(Step::Disconnect);
-            }
-            _ if endpoint.pending.is_some() => return None,
-            _ => {}
+    pub(in crate::device) fn next_step(&self, may_run: bool) -> Option<Step> {
+        let at_once = self.end.is_some_and(|end| end.at_once);
+        if at_once && self.is_connected && self.pending != Some(Step::Disconnect) {
+            return Some(Step::Disconnect);
         }
-        if !may_run {
-            let mut queues = QUEUES.into_iter().zip(&endpoint.queues);
-            if let Some((index, _)) = queues.find(|(_, queue)| queue.runs) {
-                return Some(Step::Stop(index));
-            }
-            return match (endpoint.is_connected, self.end) {
-                (true, Some(_)) => Some(Step::Disconnect),
-                // So that it does not keep replaced memory mapped.
-                (true, None) if !endpoint.has_memory => Some(Step::SetMemory),
-                _ => None,
+        if self.start.is_none() || self.pending.is_some() {
+            return None;
+        }
+        let may_run = may_run && self.check.left.is_empty() && self.end.is_none();
+        let mut queues = (0..).zip(&self.queues);
+        if may_run {
+            return match (self.is_connected, self.has_memory) {
+                (false, _) => Some(Step::SetFeatures),
+                (true, false) => Some(Step::SetMemory),
+                (true, true) => {
+                    let (index, queue) = queues.find(|(_, queue)| !queue.runs)?;
+                    let base = queue.base;
+                    Some(Step::Start { index, base })
+                }
             };
         }
-        endpoint.next_start(logs)
-    }
-}
-
-fn new_eventfd() -> rustix::io::Result<OwnedFd> {
-    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-}
-
-/// The device of an endpoint, and what it was told.
-#[derive(Debug)]
-pub(crate) struct Endpoint {
-    pub(in crate::device) device: DeviceAddr,
-    pub(in crate::device) start: Option<Start>,
-    /// Where it notifies its driver, for all queues.
-    pub(in crate::device) call: OwnedFd,
-    /// See [`Guests::kick`].
-    pub(in crate::device) kick: Arc<OwnedFd>,
-    /// For its descriptors.
-    _permit: Permit,
-    is_connected: bool,
-    has_memory: bool,
-    has_log: bool,
-    /// Whether its features say that it logs; `None`: it has none yet.
-    logs: Option<bool>,
-    /// In the order of [`QUEUES`].
-    queues: [QueueState; 3],
-    /// The queues have run, which was reported.
-    pub(in crate::device) has_started: bool,
-    /// Its receive queue could not be stopped in order: a program may still write into a buffer of it.
-    may_be_written: bool,
-    pending: Option<Step>,
-    /// The number of the command that was sent last.
-    pub(in crate::device) serial: u32,
-}
-
-#[derive(Copy, Clone, Debug, Default)]
-struct QueueState {
-    runs: bool,
-    /// Where it starts.
-    base: u16,
-}
-
-/// A command for the device of an endpoint.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(in crate::device) enum Step {
-    Connect,
-    SetLog,
-    SetFeatures { logs: bool },
-    SetMemory,
-    Start { index: u16, base: u16 },
-    Stop(u16),
-    Disconnect,
-}
-
-/// What follows from an answer.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(in crate::device) enum Answered {
-    /// The next command.
-    Next,
-    /// All queues run for the first time.
-    Started,
-    /// What the device has written until now may be in no log of the VM, or in an earlier one.
-    Unmarked,
-    /// The attachment ends, for this reason.
-    Failed(Reason),
-}
-
-impl Endpoint {
-    /// Descriptors that it has: where it notifies, and for each queue a duplicate of that and of the kick.
-    pub(in crate::device) const DESCRIPTORS: u64 = 1 + 2 * QUEUES.len() as u64;
-
-    /// `permit`: for [`Self::DESCRIPTORS`].
-    pub(in crate::device) fn new(
-        device: DeviceAddr,
-        kick: Arc<OwnedFd>,
-        permit: Permit,
-    ) -> rustix::io::Result<Endpoint> {
-        Ok(Endpoint {
-            device,
-            start: None,
-            call: new_eventfd()?,
-            kick,
-            _permit: permit,
-            is_connected: false,
-            has_memory: false,
-            has_log: false,
-            logs: None,
-            queues: Default::default(),
-            has_started: false,
-            may_be_written: false,
-            pending: None,
-            serial: 0,
-        })
+        if let Some((index, _)) = queues.find(|(_, queue)| queue.runs) {
+            return Some(Step::Stop(index));
+        }
+        match (self.is_connected, self.end) {
+            (true, Some(_)) => Some(Step::Disconnect),
+            // So that it does not keep replaced memory mapped.
+            (true, None) if !self.has_memory => Some(Step::SetMemory),
+            _ => None,
+        }
     }
 
-    /// The VM's log is another one.
-    pub(in crate::device) fn log_changed(&mut self) {
-        self.has_log = false;
-    }
-
-    fn next_start(&self, logs: bool) -> Option<Step> {
-        self.start?;
-        if !self.is_connected {
-            return Some(Step::Connect);
-        }
-        if logs && !self.has_log {
-            return Some(Step::SetLog);
-        }
-        if self.logs != Some(logs) {
-            return Some(Step::SetFeatures { logs });
-        }
-        if !self.has_memory {
-            return Some(Step::SetMemory);
-        }
-        let mut queues = QUEUES.into_iter().zip(&self.queues);
-        let (index, queue) = queues.find(|(_, queue)| !queue.runs)?;
-        let base = queue.base;
-        Some(Step::Start { index, base })
-    }
-
-    /// Notes that a command is sent. Returns its number.
-    pub(in crate::device) fn begin(&mut self, step: Step) -> u32 {
+    /// Notes that a command is sent.
+    pub(in crate::device) fn begin(&mut self, step: Step) {
         self.pending = Some(step);
-        self.is_connected |= step == Step::Connect;
-        self.serial = self.serial.wrapping_add(1);
-        self.serial
+        self.is_connected |= step == Step::SetFeatures;
     }
 
-    /// Handles the answer to the command with this number.
-    pub(in crate::device) fn answered(&mut self, serial: u32, reply: &DeviceReply) -> Answered {
-        // A `Disconnect` has overtaken it.
-        let Some(step) = self.pending.take_if(|_| serial == self.serial) else {
-            return Answered::Next;
-        };
+    /// Handles the answer to a command. Returns whether all queues run for the first time.
+    ///
+    /// # Errors
+    /// The attachment ends, for this reason.
+    pub(in crate::device) fn answered(
+        &mut self,
+        step: Step,
+        reply: &DeviceReply,
+    ) -> Result<bool, Reason> {
+        if self.pending.take_if(|it| *it == step).is_none() {
+            // A `Disconnect` has overtaken it.
+            return Ok(false);
+        }
         let is_done = !matches!(reply, DeviceReply::Failed(_));
         match step {
             // A device that fails to disconnect is not there.
             Step::Disconnect => {
                 self.is_connected = false;
                 self.queues = Default::default();
-                self.next_or_unmarked()
             }
-            Step::Stop(index) => self.stopped(index, reply),
-            Step::Start { index, .. } if is_done => self.started(index),
-            Step::Start { .. } => Answered::Failed(Reason::RINGS),
-            _ if !is_done => Answered::Failed(Reason::SERVER_FAILED),
-            Step::Connect => Answered::Next,
-            Step::SetLog => {
-                self.has_log = true;
-                match self.logs {
-                    Some(true) => Answered::Unmarked,
-                    _ => Answered::Next,
+            Step::Stop(index) => {
+                if let Some(queue) = self.queues.get_mut(usize::from(index)) {
+                    queue.runs = false;
+                    if let DeviceReply::Base(base) = *reply {
+                        queue.base = base;
+                        return Ok(false);
+                    }
                 }
+                self.may_be_written |= index == RX;
+                return Err(Reason::NOT_STOPPED);
             }
-            Step::SetFeatures { logs } => {
-                self.logs = Some(logs);
-                match logs {
-                    true => Answered::Unmarked,
-                    false => Answered::Next,
+            Step::Start { index, .. } if is_done => {
+                if let Some(queue) = self.queues.get_mut(usize::from(index)) {
+                    queue.runs = true;
                 }
+                let is_first = !self.has_started && self.queues.iter().all(|queue| queue.runs);
+                self.has_started |= is_first;
+                return Ok(is_first);
             }
-            Step::SetMemory => {
-                self.has_memory = true;
-                Answered::Next
-            }
+            Step::Start { .. } => return Err(Reason::RINGS),
+            _ if !is_done => return Err(Reason::SERVER_FAILED),
+            Step::SetFeatures => {}
+            Step::SetMemory => self.has_memory = true,
         }
+        Ok(false)
     }
+}
 
-    fn queue(&mut self, index: u16) -> Option<&mut QueueState> {
-        let mut queues = self.queues.iter_mut().zip(QUEUES);
-        let found = queues.find(|(_, number)| *number == index);
-        found.map(|(queue, _)| queue)
-    }
-
-    fn stopped(&mut self, index: u16, reply: &DeviceReply) -> Answered {
-        if let Some(queue) = self.queue(index) {
-            queue.runs = false;
-            if let DeviceReply::Base(base) = *reply {
-                queue.base = base;
-                return self.next_or_unmarked();
-            }
-        }
-        self.may_be_written |= index == RX;
-        Answered::Failed(Reason::NOT_STOPPED)
-    }
-
-    /// After a stop. It may have overtaken the commands by which the device gets the VM's log: the VM is told at once
-    /// that its device logs, and may stop before they are answered.
-    fn next_or_unmarked(&self) -> Answered {
-        match self.has_log && self.logs == Some(true) {
-            true => Answered::Next,
-            false => Answered::Unmarked,
-        }
-    }
-
-    fn started(&mut self, index: u16) -> Answered {
-        if let Some(queue) = self.queue(index) {
-            queue.runs = true;
-        }
-        let is_first = !self.has_started && self.queues.iter().all(|queue| queue.runs);
-        self.has_started |= is_first;
-        match is_first {
-            true => Answered::Started,
-            false => Answered::Next,
-        }
-    }
+pub(in crate::device) fn new_eventfd() -> rustix::io::Result<OwnedFd> {
+    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
 }
 
 #[cfg(test)]

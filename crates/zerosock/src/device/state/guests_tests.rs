@@ -4,6 +4,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use zerosock_ring::RegionConfig;
 use zerosock_sys::account::Budget;
 
+use super::super::queue_index::TX;
 use super::*;
 
 fn attachment() -> Attachment {
@@ -21,35 +22,36 @@ fn attachment() -> Attachment {
         len: Extent::HUGE_PAGE,
     }];
     let view = Memory::of_extents(&parent, &extents).unwrap();
-    let mut attachment = Attachment::new(extents, Nonce([0; 32]), view);
-    attachment.check = PageCheck::Done;
-    let (worker, number) = (0, 1);
-    let kick = Arc::new(new_eventfd().unwrap());
     let permit = Budget::unlimited().account().take_nothing();
-    let mut endpoint = Endpoint::new(DeviceAddr { worker, number }, kick, permit).unwrap();
-    endpoint.start = Some(Start {
+    let (nonce, token) = (Nonce([0; 32]), Token([0; 16]));
+    let mut attachment = Attachment::new(extents, nonce, token, view, permit).unwrap();
+    attachment.check.left = 0..0;
+    let device = DeviceAddr {
+        worker: 0,
+        number: 1,
+    };
+    let start = Start {
         features: 0,
         queue_size: 1,
         rings: [0; 3],
-    });
-    attachment.endpoint = Some(endpoint);
+    };
+    attachment.start = Some((device, start));
     attachment
 }
 
 /// Takes all steps, and answers each.
-fn run(attachment: &mut Attachment, may_run: bool, logs: bool) -> Vec<Step> {
+fn run(attachment: &mut Attachment, may_run: bool) -> Vec<Step> {
     let mut steps = Vec::new();
-    while let Some(step) = attachment.next_step(may_run, logs) {
-        let endpoint = attachment.endpoint.as_mut().unwrap();
-        let serial = endpoint.begin(step);
-        assert_eq!(attachment.next_step(may_run, logs), None, "one at a time");
+    while let Some(step) = attachment.next_step(may_run) {
+        attachment.begin(step);
+        assert_eq!(attachment.next_step(may_run), None, "one at a time");
         assert!(!attachment.is_at_rest());
         let reply = match step {
             Step::Stop(index) => DeviceReply::Base(10 + index),
             _ => DeviceReply::Done,
         };
-        let endpoint = attachment.endpoint.as_mut().unwrap();
-        endpoint.answered(serial, &reply);
+        let is_first = attachment.answered(step, &reply).unwrap();
+        assert_eq!(is_first, step == start(EVENT, 0));
         steps.push(step);
     }
     steps
@@ -59,119 +61,84 @@ const fn start(index: u16, base: u16) -> Step {
     Step::Start { index, base }
 }
 
+fn end(reason: Reason, at_once: bool) -> Option<End> {
+    Some(End { reason, at_once })
+}
+
 #[test]
 fn commands_have_the_order_of_a_front_end() {
     let mut it = attachment();
-    assert_eq!(run(&mut it, false, false), []);
+    assert_eq!(run(&mut it, false), []);
     let expected = [
-        Step::Connect,
-        Step::SetFeatures { logs: false },
+        Step::SetFeatures,
         Step::SetMemory,
         start(RX, 0),
         start(TX, 0),
         start(EVENT, 0),
     ];
-    assert_eq!(run(&mut it, true, false), expected);
+    assert_eq!(run(&mut it, true), expected);
     assert!(!it.is_at_rest());
     let stops = [RX, TX, EVENT].map(Step::Stop);
-    assert_eq!(run(&mut it, false, false), stops);
+    assert_eq!(run(&mut it, false), stops);
     assert!(it.is_at_rest());
-    it.endpoint.as_mut().unwrap().has_memory = false;
-    assert_eq!(run(&mut it, false, false), [Step::SetMemory]);
+    it.has_memory = false;
+    assert_eq!(run(&mut it, false), [Step::SetMemory]);
     let starts = [start(RX, 10), start(TX, 11), start(EVENT, 12)];
     // Not before the pages have shown their values.
     it.check_again();
-    assert_eq!(run(&mut it, true, false), []);
-    it.check = PageCheck::Done;
-    assert_eq!(run(&mut it, true, false), starts);
-    let logs = [Step::SetLog, Step::SetFeatures { logs: true }];
-    assert_eq!(run(&mut it, true, true), logs);
-    it.endpoint.as_mut().unwrap().log_changed();
-    assert_eq!(run(&mut it, true, true), [Step::SetLog]);
-    let off = [Step::SetFeatures { logs: false }];
-    assert_eq!(run(&mut it, true, false), off);
-    let (reason, at_once) = (Reason::REQUESTED, false);
-    it.end = Some(End { reason, at_once });
+    assert_eq!(run(&mut it, true), []);
+    it.check.left = 0..0;
+    assert_eq!(run(&mut it, true), starts);
+    it.end = end(Reason::REQUESTED, false);
     assert!(!it.is_over());
     let mut steps = stops.to_vec();
     steps.push(Step::Disconnect);
-    assert_eq!(run(&mut it, true, false), steps);
+    assert_eq!(run(&mut it, true), steps);
     assert!(it.is_over());
 }
 
 #[test]
 fn a_disconnect_at_once_overtakes_and_other_answers_are_ignored() {
     let mut it = attachment();
-    run(&mut it, true, false);
-    let endpoint = it.endpoint.as_mut().unwrap();
-    let stop = endpoint.begin(Step::Stop(RX));
-    let (reason, at_once) = (Reason::DEVICE_RESET, true);
-    it.end = Some(End { reason, at_once });
-    assert_eq!(it.next_step(true, false), Some(Step::Disconnect));
-    let endpoint = it.endpoint.as_mut().unwrap();
-    let disconnect = endpoint.begin(Step::Disconnect);
-    assert_eq!(it.next_step(true, false), None);
+    run(&mut it, true);
+    it.begin(Step::Stop(RX));
+    it.end = end(Reason::DEVICE_RESET, true);
+    assert_eq!(it.next_step(true), Some(Step::Disconnect));
+    it.begin(Step::Disconnect);
+    assert_eq!(it.next_step(true), None);
     let failed = DeviceReply::Failed("overtaken".into());
-    let endpoint = it.endpoint.as_mut().unwrap();
-    assert_eq!(endpoint.answered(stop, &failed), Answered::Next);
+    assert_eq!(it.answered(Step::Stop(RX), &failed), Ok(false));
     assert!(!it.is_at_rest());
-    let endpoint = it.endpoint.as_mut().unwrap();
-    endpoint.answered(disconnect, &DeviceReply::Done);
+    assert_eq!(it.answered(Step::Disconnect, &DeviceReply::Done), Ok(false));
     assert!(it.is_over());
-}
-
-/// The VM stops while its log is on the way to the endpoint's device.
-#[test]
-fn a_stop_without_the_log_leaves_the_pages_unmarked() {
-    for done in 0..=2 {
-        let mut it = attachment();
-        run(&mut it, true, false);
-        for _ in 0..done {
-            let step = it.next_step(true, true).unwrap();
-            let endpoint = it.endpoint.as_mut().unwrap();
-            let serial = endpoint.begin(step);
-            endpoint.answered(serial, &DeviceReply::Done);
-        }
-        let endpoint = it.endpoint.as_mut().unwrap();
-        let expected = match done {
-            2 => Answered::Next,
-            _ => Answered::Unmarked,
-        };
-        let stop = endpoint.begin(Step::Stop(RX));
-        assert_eq!(endpoint.answered(stop, &DeviceReply::Base(1)), expected);
-        // One that overtakes another command.
-        endpoint.begin(Step::Stop(TX));
-        let disconnect = endpoint.begin(Step::Disconnect);
-        assert_eq!(endpoint.answered(disconnect, &DeviceReply::Done), expected);
-    }
 }
 
 #[test]
 fn a_program_that_writes_delays_the_vm_and_one_that_reads_does_not() {
-    for (queue, rest) in [(RX, Rest::Written), (TX, Rest::Done)] {
+    for queue in [RX, TX] {
         let mut it = attachment();
-        run(&mut it, true, false);
+        run(&mut it, true);
         let view = Arc::clone(&it.view);
         let mut steps = [RX, TX, EVENT].into_iter();
-        let stopped = steps.find(|index| {
-            let endpoint = it.endpoint.as_mut().unwrap();
-            let serial = endpoint.begin(Step::Stop(*index));
-            let reply = match *index == queue {
+        let stopped = steps.find(|&index| {
+            let step = Step::Stop(index);
+            it.begin(step);
+            let reply = match index == queue {
                 true => DeviceReply::Failed("in use".into()),
                 false => DeviceReply::Base(1),
             };
-            endpoint.answered(serial, &reply) == Answered::Failed(Reason::NOT_STOPPED)
+            it.answered(step, &reply) == Err(Reason::NOT_STOPPED)
         });
         assert_eq!(stopped, Some(queue));
-        let (reason, at_once) = (Reason::NOT_STOPPED, false);
-        it.end = Some(End { reason, at_once });
-        run(&mut it, false, false);
+        it.end = end(Reason::NOT_STOPPED, false);
+        run(&mut it, false);
         assert!(it.is_at_rest() && !it.is_over());
-        let mut guests = Guests::new(GuestReports::new(|_, _| {}));
+        let mut guests = Guests::new(reports());
         guests.attachments.insert(AttachmentKey(1), it);
-        assert_eq!(guests.rest(), rest);
+        let waits = matches!(guests.quiesced(), Quiesced::Unknown(_));
+        assert_eq!(waits, queue == RX);
         drop(view);
-        assert_eq!(guests.rest(), Rest::Done);
+        assert_eq!(guests.quiesced(), Quiesced::Done);
         assert!(guests.attachments[&AttachmentKey(1)].is_over());
     }
 }
@@ -180,23 +147,25 @@ fn a_program_that_writes_delays_the_vm_and_one_that_reads_does_not() {
 fn failures_end_the_attachment_by_name() {
     let failed = DeviceReply::Failed("no".into());
     for (step, reason) in [
-        (Step::Connect, Reason::SERVER_FAILED),
-        (Step::SetLog, Reason::SERVER_FAILED),
+        (Step::SetFeatures, Reason::SERVER_FAILED),
         (Step::SetMemory, Reason::SERVER_FAILED),
         (start(RX, 0), Reason::RINGS),
         (Step::Stop(TX), Reason::NOT_STOPPED),
     ] {
         let mut it = attachment();
-        let endpoint = it.endpoint.as_mut().unwrap();
-        let serial = endpoint.begin(step);
-        assert_eq!(endpoint.answered(serial, &failed), Answered::Failed(reason));
+        it.begin(step);
+        assert_eq!(it.answered(step, &failed), Err(reason));
     }
+}
+
+fn reports() -> GuestReports {
+    zerosock_sys::mailbox::Mailbox::new().unwrap().0
 }
 
 #[test]
 fn extents_of_others_are_found_wherever_they_overlap() {
     let extent = |addr, len| Extent { addr, len };
-    let mut guests = Guests::new(GuestReports::new(|_, _| {}));
+    let mut guests = Guests::new(reports());
     let mut it = attachment();
     it.extents = vec![extent(100, 50), extent(10, 10), extent(300, 1)];
     guests.attachments.insert(AttachmentKey(1), it);

@@ -128,8 +128,8 @@ pub(crate) enum DriverKind {
     Vm,
     /// An attached process, on memory of its own.
     Process,
-    /// A guest endpoint: a process in a VM, on pages of the guest.
-    GuestEndpoint,
+    /// A guest endpoint: a process in a VM with this device, on pages of the guest.
+    GuestEndpoint { vm: DeviceAddr },
 }
 
 /// The device half of one queue pair: see the module.

@@ -25,9 +25,11 @@ impl GuestServer {
             return;
         };
         let bytes = total(request.extents.iter().map(|it| it.len));
-        let cid = match self.admit(vm, stream, &request, bytes, cx.registry) {
-            Ok(cid) => cid,
-            Err(reason) => return self.refuse(stream, reason.into()),
+        let admitted = self.admit(vm, stream, &request, bytes, cx.registry);
+        let token = random().map(Token).map_err(|_| Reason::SERVER_FAILED);
+        let (cid, token) = match (admitted, token) {
+            (Ok(cid), Ok(token)) => (cid, token),
+            (Err(reason), _) | (_, Err(reason)) => return self.refuse(stream, reason.into()),
         };
         cx.registry.reserve(cid);
         if let Some(name) = &request.endpoint.name {
@@ -44,6 +46,7 @@ impl GuestServer {
             extents: request.extents,
             bytes,
             nonce,
+            token,
             stream: Some(stream),
             addr: None,
             stage: Stage::Queued,
@@ -117,11 +120,11 @@ impl GuestServer {
         {
             attachment.stage = Stage::Checking;
             let extents = std::mem::take(&mut attachment.extents);
-            let nonce = attachment.nonce;
             let order = GuestOrder::Check {
                 key,
                 extents,
-                nonce,
+                nonce: attachment.nonce,
+                token: attachment.token,
             };
             cx.registry.order(state.share.addr, order);
         }
@@ -131,7 +134,7 @@ impl GuestServer {
     pub(super) fn checked(
         &mut self,
         key: AttachmentKey,
-        result: Result<u64, Refusal>,
+        result: Result<(), Refusal>,
         cx: &mut ControlContext<'_>,
     ) {
         let Some(attachment) = self.attachments.get(&key) else {
@@ -139,7 +142,7 @@ impl GuestServer {
         };
         let vm = attachment.vm;
         match (attachment.stage, result) {
-            (Stage::Checking, Ok(_)) => {
+            (Stage::Checking, Ok(())) => {
                 if let Err(reason) = self.join(key, cx) {
                     self.end(key, reason, cx);
                 }
@@ -190,13 +193,12 @@ impl GuestServer {
         let found = found.and_then(|it| Some((self.vms.get(&it.vm)?, it)));
         let (vm, attachment) = found.ok_or(Reason::REMOVED)?;
         let share = &vm.share;
-        let token = Token(random().map_err(|_| Reason::SERVER_FAILED)?);
         let member = Member {
             cid: attachment.cid,
             host: share.host.outward(),
             buf_alloc: share.buf_alloc,
             service: None,
-            driver: DriverKind::GuestEndpoint,
+            driver: DriverKind::GuestEndpoint { vm: share.addr },
             account: share.account.clone(),
             stopped_timeout: share.stopped_timeout,
             guests: None,
@@ -210,20 +212,18 @@ impl GuestServer {
         let device = cx.registry.add_beside(share.addr, member, entry, &notice);
         let device = device.ok_or(Reason::SERVER_FAILED)?;
         attachment.addr = Some(device);
-        attachment.stage = Stage::Joining(number, token);
-        let order = GuestOrder::Accept { key, device, token };
-        cx.registry.order(share.addr, order);
+        attachment.stage = Stage::Joining(number);
         Ok(())
     }
 
     /// Every worker knows the endpoint.
-    pub(super) fn joined(&mut self, key: AttachmentKey, token: Token, cx: &mut ControlContext<'_>) {
+    pub(super) fn joined(&mut self, key: AttachmentKey, cx: &mut ControlContext<'_>) {
         let Some(attachment) = self.attachments.get_mut(&key) else {
             return;
         };
         attachment.stage = Stage::Accepted;
         let (vm, cid, stream) = (attachment.vm, attachment.cid, attachment.stream);
-        let memory = attachment.bytes;
+        let (token, memory) = (attachment.token, attachment.bytes);
         let name = attachment.name.clone();
         if let Some(suppressed) = self.admit_log(vm) {
             let name = name.as_ref().map_or("", Name::as_str);
@@ -236,8 +236,7 @@ impl GuestServer {
             memory,
         };
         self.directory.guests.insert(key.0, endpoint);
-        let until = self.limit(vm, self.limits.start);
-        self.set_limit(stream, until);
+        self.set_limit(stream, Some(Instant::now() + self.limits.start));
         if let Some(key) = stream {
             self.answer(key, &Answer::Accepted { cid, token }, cx);
         }
@@ -249,14 +248,15 @@ impl GuestServer {
             return;
         };
         let vm = self.vms.get(&attachment.vm);
-        let addr = vm.map(|it| it.share.addr);
-        let Some(addr) = addr.filter(|_| attachment.stage == Stage::Accepted) else {
+        let (Stage::Accepted, Some(device), Some(vm)) = (attachment.stage, attachment.addr, vm)
+        else {
             return self.end(key, Reason::BAD_REQUEST, cx);
         };
         attachment.stage = Stage::Starting(start.features);
+        let order = GuestOrder::Start { key, device, start };
+        cx.registry.order(vm.share.addr, order);
         let stream = attachment.stream;
         self.set_limit(stream, None);
-        cx.registry.order(addr, GuestOrder::Start { key, start });
     }
 
     pub(super) fn started(&mut self, key: AttachmentKey, cx: &mut ControlContext<'_>) {

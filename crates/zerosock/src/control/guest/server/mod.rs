@@ -54,10 +54,10 @@ impl GuestServer {
         limits: TimeLimits,
         directory: Arc<Directory>,
     ) -> io::Result<GuestServer> {
-        let (sender, inbox) = Mailbox::new()?;
+        let (reports, inbox) = Mailbox::new()?;
         Ok(GuestServer {
             inbox,
-            reports: GuestReports::new(move |vm, event| drop(sender.send((vm, event)))),
+            reports,
             vms: BTreeMap::new(),
             streams: BTreeMap::new(),
             attachments: BTreeMap::new(),
@@ -81,7 +81,6 @@ impl GuestServer {
             share,
             failures: 0,
             next_check: None,
-            is_stopped: false,
             log: LogLimit::default(),
         };
         self.vms.insert(vm, vm_state);
@@ -194,8 +193,6 @@ impl GuestServer {
             GuestEvent::Checked { key, result } => self.checked(key, result, cx),
             GuestEvent::Started { key } => self.started(key, cx),
             GuestEvent::Ended { key, reason } => self.ended(key, reason, cx),
-            GuestEvent::Stopped => self.set_stopped(vm, true),
-            GuestEvent::Running => self.set_stopped(vm, false),
             GuestEvent::Reset => {
                 let Some(state) = self.vms.get_mut(&vm) else {
                     return;
@@ -210,38 +207,16 @@ impl GuestServer {
         }
     }
 
-    /// Stops the time limits of a VM's agents, or starts them anew.
-    fn set_stopped(&mut self, vm: Cid, is_stopped: bool) {
-        if let Some(state) = self.vms.get_mut(&vm) {
-            state.is_stopped = is_stopped;
-        }
-        let request = self.limit(vm, self.limits.request);
-        let start = self.limit(vm, self.limits.start);
-        for stream in self.streams.values_mut().filter(|it| it.vm == vm) {
-            let attachment = match stream.state {
-                StreamState::New => {
-                    stream.until = request;
-                    continue;
-                }
-                StreamState::Attached(key) => self.attachments.get(&key),
-                StreamState::Delayed(_) | StreamState::Closing => None,
-            };
-            if attachment.is_some_and(|it| it.stage == Stage::Accepted) {
-                stream.until = start;
-            }
-        }
-    }
-
     pub(crate) fn notice_dropped(&mut self, number: u64, cx: &mut ControlContext<'_>) {
         let found = self.attachments.iter().find(|(_, it)| match it.stage {
-            Stage::Joining(notice, _) | Stage::Removing(notice, _) => notice == number,
+            Stage::Joining(notice) | Stage::Removing(notice, _) => notice == number,
             _ => false,
         });
         let Some((&key, attachment)) = found else {
             return;
         };
         match attachment.stage {
-            Stage::Joining(_, token) => self.joined(key, token, cx),
+            Stage::Joining(_) => self.joined(key, cx),
             Stage::Removing(_, reason) => self.forget(key, &Answer::Ended(reason), cx),
             _ => {}
         }

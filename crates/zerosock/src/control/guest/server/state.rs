@@ -39,9 +39,9 @@ pub(super) const MAX_RETIRED: usize = 64;
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct TimeLimits {
     /// For the first request: the agent writes into each page before it. Until then any process with a low port could
-    /// be at the other end. Does not run while the VM is stopped.
+    /// be at the other end.
     pub(crate) request: Duration,
-    /// For `Start` behind `Accepted`: the agent clears all pages before it. Does not run while the VM is stopped.
+    /// For `Start` behind `Accepted`: the agent clears all pages before it.
     pub(crate) start: Duration,
     /// How long a stream stays open behind its last answer.
     pub(crate) close: Duration,
@@ -105,7 +105,6 @@ pub(super) struct GuestVm {
     pub(super) failures: u32,
     /// No check begins before.
     pub(super) next_check: Option<Instant>,
-    pub(super) is_stopped: bool,
     /// What its guest causes to be logged.
     pub(super) log: LogLimit,
 }
@@ -162,6 +161,8 @@ pub(super) struct Attachment {
     /// Bytes of the extents.
     pub(super) bytes: u64,
     pub(super) nonce: Nonce,
+    /// Opens the doorbell.
+    pub(super) token: Token,
     /// Its stream, as long as that is open.
     pub(super) stream: Option<u32>,
     /// The endpoint's device, once there is one.
@@ -175,8 +176,8 @@ pub(super) enum Stage {
     /// Another check of the VM comes first. The VM's device does not know the attachment.
     Queued,
     Checking,
-    /// The workers are getting the new routes; the number of the notice, and what opens the doorbell.
-    Joining(u64, Token),
+    /// The workers are getting the new routes; the number of the notice.
+    Joining(u64),
     Accepted,
     /// With these features.
     Starting(u64),

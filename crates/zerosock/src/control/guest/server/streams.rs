@@ -7,7 +7,7 @@
 //!   bytes would take the answer from the agent.
 
 use std::io::IoSlice;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
@@ -69,7 +69,7 @@ impl GuestServer {
             is_valid: false,
             received: Vec::new(),
             state: StreamState::New,
-            until: self.limit(vm, self.limits.request),
+            until: Some(Instant::now() + self.limits.request),
             retired: Vec::new(),
         };
         self.streams.insert(key, stream);
@@ -105,12 +105,6 @@ impl GuestServer {
                 return self.last_stream;
             }
         }
-    }
-
-    /// When a request that an agent of the VM is to send within this time is late, if it can be.
-    pub(super) fn limit(&self, vm: Cid, time: Duration) -> Option<Instant> {
-        let is_stopped = self.vms.get(&vm).is_some_and(|it| it.is_stopped);
-        (!is_stopped).then(|| Instant::now() + time)
     }
 
     /// Reads and handles requests of a stream.

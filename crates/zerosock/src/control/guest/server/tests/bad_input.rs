@@ -250,41 +250,23 @@ fn streams_without_an_attachment_are_few() {
     while !matches!(lab.connect(VM).1, Some(Answer::Hello(_))) {}
 }
 
-/// A stream with half a request is closed after a time, except while the VM is stopped.
+/// A stream with half a request is closed after a time.
 #[test]
-fn time_limits_do_not_run_while_the_vm_is_stopped() {
+fn agents_that_send_no_request_in_time_are_closed() {
     let limits = TimeLimits {
         request: Duration::from_millis(200),
         start: Duration::from_millis(200),
         ..TimeLimits::default()
     };
     let mut lab = Lab::with(limits);
-    let mut paused = lab.agent();
-    let bytes = paused.encode(&Request::Register(register(1)));
-    paused.send_bytes(&bytes[..20]);
-    lab.report(GuestEvent::Stopped);
-    // One of a VM that runs, which began later.
-    let (mut late, _) = lab.connect(OTHER_VM);
+    let mut late = lab.agent();
+    let bytes = late.encode(&Request::Register(register(1)));
     late.send_bytes(&bytes[..20]);
     assert_eq!(lab.answer(&mut late), None);
-    // Its limit begins anew.
-    lab.report(GuestEvent::Running);
-    paused.send_bytes(&bytes[20..]);
-    let GuestOrder::Check { key, .. } = lab.order() else {
-        panic!("no check");
-    };
     // An endpoint that is not started ends after the same time.
-    lab.report(GuestEvent::Checked {
-        key,
-        result: Ok(HUGE),
-    });
-    lab.accept_order(key);
-    assert!(matches!(
-        lab.answer(&mut paused),
-        Some(Answer::Accepted { .. })
-    ));
+    let (mut idle, key, _) = lab.accept(register(1));
     assert_eq!(lab.end_ordered(key), Reason::REQUESTED);
-    assert_eq!(lab.answer(&mut paused), None);
+    assert_eq!(lab.answer(&mut idle), None);
 }
 
 #[test]
@@ -385,10 +367,7 @@ fn five_pages_without_their_values_shut_the_port_until_the_next_reset() {
         "the other VM's is open"
     );
     assert_eq!(lab.stats().guest_page_failures, 5);
-    // A pause opens nothing. Endpoints go on.
-    lab.report(GuestEvent::Stopped);
-    lab.report(GuestEvent::Running);
-    assert_eq!(lab.connect(VM).1, refused(Reason::FAILED));
+    // Endpoints go on.
     running.send(&Request::End);
     lab.end_ordered(first);
     lab.report(GuestEvent::Reset);

@@ -1,7 +1,7 @@
 //! The control thread with the server, and a stand-in for workers and devices: the test receives what they are sent, and
 //! reports what it wants.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -115,6 +115,8 @@ pub(super) struct Lab {
     orders: VecDeque<GuestOrder>,
     /// Attachments of the first VM with a check that was ordered and not answered.
     checking: HashSet<AttachmentKey>,
+    /// What opens the doorbell of an attachment, as the device was told.
+    tokens: HashMap<AttachmentKey, Token>,
     /// Devices that were added and removed.
     pub(super) added: Vec<DeviceAddr>,
     pub(super) removed: Vec<DeviceAddr>,
@@ -178,6 +180,7 @@ impl Lab {
             directory,
             orders: VecDeque::new(),
             checking: HashSet::new(),
+            tokens: HashMap::new(),
             added: Vec::new(),
             removed: Vec::new(),
             held: Vec::new(),
@@ -193,7 +196,7 @@ impl Lab {
         if let GuestEvent::Checked { key, .. } = event {
             self.checking.remove(&key);
         }
-        self.reports.send(VM, event);
+        self.reports.send((VM, event)).unwrap();
     }
 
     /// The device of the first VM ends an attachment.
@@ -223,7 +226,7 @@ impl Lab {
         ours.set_nonblocking(true).unwrap();
         let socket = PeerFd::from(OwnedFd::from(ours));
         let socket = socket.owned_by(&Budget::unlimited().account());
-        self.reports.send(vm, GuestEvent::Stream(socket));
+        self.reports.send((vm, GuestEvent::Stream(socket))).unwrap();
         then();
         let mut agent = Agent {
             socket: theirs,
@@ -282,8 +285,9 @@ impl Lab {
     /// The next order to the device of the first VM.
     pub(super) fn order(&mut self) -> GuestOrder {
         let order = self.until(|lab| lab.orders.pop_front());
-        if let GuestOrder::Check { key, .. } = order {
+        if let GuestOrder::Check { key, token, .. } = order {
             self.checking.insert(key);
+            self.tokens.insert(key, token);
         }
         order
     }
@@ -413,6 +417,7 @@ impl Lab {
             key,
             extents,
             nonce,
+            ..
         } = self.order()
         else {
             panic!("no check");
@@ -426,25 +431,23 @@ impl Lab {
         let (mut agent, key) = self.check(request);
         self.report(GuestEvent::Checked {
             key,
-            result: Ok(HUGE),
+            result: Ok(()),
         });
-        let token = self.accept_order(key);
+        let token = self.joined(key);
         match self.answer(&mut agent) {
             Some(Answer::Accepted { cid, token: told }) if told == token => (agent, key, cid),
             other => panic!("{other:?}"),
         }
     }
 
-    /// The order to accept, behind the endpoint's device. Returns the token.
-    pub(super) fn accept_order(&mut self, wanted: AttachmentKey) -> Token {
-        match self.order() {
-            GuestOrder::Accept { key, device, token } if key == wanted => {
-                assert_eq!(self.added.last(), Some(&device), "the device comes first");
-                assert_eq!(device.worker, self.addrs[0].worker);
-                token
-            }
-            other => panic!("{other:?}"),
-        }
+    /// Waits until one more device of an endpoint is added than were removed. Returns the token of the attachment.
+    pub(super) fn joined(&mut self, key: AttachmentKey) -> Token {
+        let device = self.until(|lab| {
+            let added = lab.added.len() > lab.removed.len();
+            lab.added.last().copied().filter(|_| added)
+        });
+        assert_eq!(device.worker, self.addrs[0].worker);
+        self.tokens[&key]
     }
 
     /// Registers and starts an endpoint.
@@ -452,7 +455,14 @@ impl Lab {
         let (mut agent, wanted, cid) = self.accept(request);
         agent.send(&Request::Start(start()));
         match self.order() {
-            GuestOrder::Start { key, start: told } if (key, told) == (wanted, start()) => {}
+            GuestOrder::Start {
+                key,
+                device,
+                start: told,
+            } => {
+                assert_eq!((key, told), (wanted, start()));
+                assert_eq!(self.added.last(), Some(&device));
+            }
             other => panic!("{other:?}"),
         }
         self.report(GuestEvent::Started { key: wanted });

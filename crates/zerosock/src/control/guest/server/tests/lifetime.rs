@@ -18,9 +18,9 @@ fn stages() -> Vec<NamedStage> {
             lab.holds_routes = true;
             lab.report(GuestEvent::Checked {
                 key,
-                result: Ok(HUGE),
+                result: Ok(()),
             });
-            lab.accept_order(key);
+            lab.joined(key);
             (agent, key)
         }),
         ("accepted", |lab| {
@@ -131,7 +131,7 @@ fn a_refusal_that_crosses_the_order_to_end_is_the_end() {
     assert!(matches!(lab.order(), GuestOrder::End { .. }));
     lab.report(GuestEvent::Checked {
         key,
-        result: Ok(HUGE),
+        result: Ok(()),
     });
     assert!(lab.has_no_order(), "it is not accepted any more");
     let reason = Reason::REQUESTED;
@@ -152,7 +152,7 @@ fn late_reports_are_ignored() {
     lab.report(GuestEvent::Started { key });
     lab.report(GuestEvent::Checked {
         key,
-        result: Ok(HUGE),
+        result: Ok(()),
     });
     assert!(lab.has_no_order());
     assert_eq!(lab.removed.len(), 1);
@@ -225,9 +225,9 @@ fn an_endpoint_does_not_get_the_cid_of_a_process_that_leaves() {
     lab.holds_routes = false;
     lab.report(GuestEvent::Checked {
         key,
-        result: Ok(HUGE),
+        result: Ok(()),
     });
-    lab.accept_order(key);
+    lab.joined(key);
     let Some(Answer::Accepted { cid, .. }) = lab.answer(&mut agent) else {
         panic!("not accepted");
     };

@@ -35,9 +35,9 @@ fn an_endpoint_exists_from_accepted_until_ended() {
     lab.holds_routes = true;
     lab.report(GuestEvent::Checked {
         key,
-        result: Ok(HUGE),
+        result: Ok(()),
     });
-    let token = lab.accept_order(key);
+    let token = lab.joined(key);
     // The other worker has not taken the routes.
     assert!(lab.has_no_order());
     assert_eq!(lab.directory.guests.endpoints(), []);
@@ -56,7 +56,7 @@ fn an_endpoint_exists_from_accepted_until_ended() {
     assert_eq!(lab.directory.resolve(&"db".parse().unwrap()), Some(cid));
     agent.send(&Request::Start(start()));
     assert!(
-        matches!(lab.order(), GuestOrder::Start { key: started, start: told } if (started, told) == (key, start()))
+        matches!(lab.order(), GuestOrder::Start { key: started, start: told, .. } if (started, told) == (key, start()))
     );
     lab.report(GuestEvent::Started { key });
     let features = start().features;

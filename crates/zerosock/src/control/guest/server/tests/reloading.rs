@@ -110,6 +110,6 @@ fn endpoints_end_with_their_vm() {
     assert_eq!(removed, [lab.added[0], lab.addrs[0]]);
     let (_, first) = lab.connect(VM);
     assert_eq!(first, refused(Reason::REMOVED));
-    lab.report(GuestEvent::Stopped);
+    lab.report(GuestEvent::Reset);
     assert_eq!(lab.directory.guests.endpoints(), []);
 }

@@ -3,7 +3,8 @@
 //! Bit `n % 8` of byte `n / 8` stands for guest page `n`, which has [`LOG_PAGE`] bytes. The front-end
 //! clears the bits while the device sets them, so every mark is one atomic operation.
 //!
-//! The pages are those of the guest. For a [memory of extents](Memory::of_extents), its parent's addresses count.
+//! The pages are those of the guest. A queue in a [memory of extents](Memory::of_extents) has no log: what it has written
+//! is marked by the addresses of the extents.
 //!
 //! # Invariants
 //! - The file is mapped and checked as guest memory is ([`Memory`]); if it vanishes, the marks go to
@@ -111,7 +112,7 @@ impl DirtyLog {
             }
             let written = piece.part(0, left);
             left -= written.len();
-            if let Some(guest_addr) = memory.log_addr(written) {
+            if let Some(guest_addr) = memory.guest_addr(written) {
                 self.mark(guest_addr, written.len() as u64);
             }
         }
@@ -119,7 +120,7 @@ impl DirtyLog {
 
     /// Marks all pages of a memory, if what was written to it is not known.
     pub fn mark_all(&self, memory: &Memory) {
-        for (guest_addr, len) in memory.log_ranges() {
+        for (guest_addr, len) in memory.guest_ranges() {
             self.mark(guest_addr, len);
         }
     }

@@ -29,35 +29,17 @@ impl Memory {
         (inside < region.len).then_some((number, inside))
     }
 
-    /// The address by which a log of written pages counts the piece's first byte: the guest address, for a
-    /// memory of extents that in the parent. None if it does not lie in this memory.
-    pub(crate) fn log_addr(&self, piece: Piece) -> Option<u64> {
-        let number = piece.region as usize;
-        let region = self.regions.get(number)?;
+    /// The guest address of the piece's first byte; None if it does not lie in this memory.
+    pub(crate) fn guest_addr(&self, piece: Piece) -> Option<u64> {
+        let region = self.regions.get(piece.region as usize)?;
         region.host(piece.offset, u64::from(piece.len))?;
-        Some(self.log_base(number)? + piece.offset)
+        Some(region.guest_addr + piece.offset)
     }
 
-    /// The address by which a log of written pages counts a used ring at `addr`, for a memory of extents. None
-    /// for a memory with a mapping of its own: its front-end says where the ring is logged.
-    pub(crate) fn used_log_addr(&self, addr: u64) -> Option<u64> {
-        self.parent.as_ref()?;
-        let (number, inside) = self.locate(addr)?;
-        Some(self.log_base(number)? + inside)
-    }
-
-    /// As `log_addr`, for the first byte of the region with this number.
-    pub(super) fn log_base(&self, number: usize) -> Option<u64> {
-        match &self.parent {
-            Some(parent) => parent.log_addrs.get(number).copied(),
-            None => self.regions.get(number).map(|region| region.guest_addr),
-        }
-    }
-
-    /// The address of the first byte of each region in a log of written pages, and the region's length.
-    pub(crate) fn log_ranges(&self) -> impl Iterator<Item = (u64, u64)> {
-        let regions = self.regions.iter().enumerate();
-        regions.filter_map(|(number, region)| Some((self.log_base(number)?, region.len)))
+    /// First guest address and length of each region, in order.
+    pub(crate) fn guest_ranges(&self) -> impl Iterator<Item = (u64, u64)> {
+        let regions = self.regions.iter();
+        regions.map(|region| (region.guest_addr, region.len))
     }
 
     /// The guest address behind the last byte; 0 without regions.

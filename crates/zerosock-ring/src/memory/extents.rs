@@ -4,11 +4,11 @@
 //! # Invariants
 //! - It maps nothing. Its addresses are those of its parent's mapping, which it keeps.
 //! - A byte of the parent has at most one address in it, and a huge page lies in one of its regions.
-//! - A parent that is lost is a memory that is lost, and the log of written pages gets the parent's addresses.
+//! - A parent that is lost is a memory that is lost.
 
 use std::sync::Arc;
 
-use super::{MAX_REGIONS, Memory, Parent, Region, next_id};
+use super::{MAX_REGIONS, Memory, Region, next_id};
 
 /// A part of a memory: huge pages that lie one behind the other.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -82,7 +82,6 @@ impl Memory {
     pub fn of_extents(parent: &Arc<Memory>, extents: &[Extent]) -> Result<Memory, ExtentError> {
         check(extents)?;
         let mut regions: Vec<Region> = Vec::new();
-        let mut log_addrs = Vec::new();
         // The region of the parent, and the offset in it, at which the last part ends.
         let mut end = None;
         let mut offset = 0;
@@ -106,8 +105,6 @@ impl Memory {
                     let count = MAX_REGIONS + 1;
                     return Err(ExtentError::TooMany { count });
                 } else {
-                    let base = parent.log_base(number).ok_or(outside)?;
-                    log_addrs.push(base + inside);
                     regions.push(Region {
                         guest_addr: offset,
                         user_addr: offset,
@@ -125,10 +122,7 @@ impl Memory {
             id: next_id(),
             regions,
             backing: Vec::new(),
-            parent: Some(Parent {
-                memory: Arc::clone(parent),
-                log_addrs,
-            }),
+            parent: Some(Arc::clone(parent)),
         })
     }
 }

@@ -1,4 +1,4 @@
-//! Memories of extents: hostile lists, the order of the list, and the pages that a log names.
+//! Memories of extents: hostile lists, and the order of the list.
 
 use std::sync::Arc;
 
@@ -266,31 +266,6 @@ fn extents_of_a_memory_of_extents_are_those_of_its_parent() {
     poke(&memory, HUGE + 7, b"high");
     assert_eq!(&peek(&parent, LOW + HUGE + 7), b"low");
     assert_eq!(&peek(&parent, HIGH + 7), b"high");
-    assert_eq!(memory.used_log_addr(7), Some(LOW + HUGE + 7));
-    assert_eq!(memory.used_log_addr(HUGE + 7), Some(HIGH + 7));
-    assert_eq!(middle.used_log_addr(7), Some(HIGH + 7));
-}
-
-#[test]
-fn a_log_counts_by_the_addresses_of_the_parent() {
-    let parent = parent();
-    let memory = of(&parent, &[(HIGH + HUGE, HUGE), (LOW, 6 * HUGE)]);
-    for (here, there) in [
-        (0, Some(HIGH + HUGE)),
-        (HUGE - 1, Some(HIGH + 2 * HUGE - 1)),
-        (HUGE, Some(LOW)),
-        (4 * HUGE + 9, Some(LOW + 3 * HUGE + 9)),
-        (5 * HUGE - 1, Some(LOW + 4 * HUGE - 1)),
-        (5 * HUGE, Some(BORDER)),
-        (7 * HUGE, None),
-        (u64::MAX, None),
-    ] {
-        assert_eq!(memory.used_log_addr(here), there, "{here:#x}");
-    }
-    assert_eq!(parent.used_log_addr(LOW + 3), None, "its front-end says it");
-    let ranges: Vec<_> = memory.log_ranges().collect();
-    let expected = [(HIGH + HUGE, HUGE), (LOW, 4 * HUGE), (BORDER, 2 * HUGE)];
-    assert_eq!(ranges, expected);
 }
 
 /// The first pages of the extents of a list, in its order.
@@ -342,7 +317,6 @@ proptest! {
         let Ok(pieces) = pieces else { return Ok(()) };
         let mut offset = at;
         for piece in &pieces {
-            prop_assert_eq!(memory.log_addr(*piece), Some(there(offset)));
             prop_assert_eq!(memory.flat_offset(*piece), Some(offset));
             let one = [offset as u8];
             memory.write(std::slice::from_ref(piece), 0, &one);
@@ -359,16 +333,13 @@ proptest! {
 
 #[cfg(not(miri))]
 mod mapped {
-    use std::collections::BTreeSet;
     use std::sync::Mutex;
 
     use rustix::fd::OwnedFd;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     use super::*;
-    use crate::dirty::{DirtyLog, LOG_PAGE};
     use crate::memory::{FlatMapping, RetiredRegion, Unmapper};
-    use crate::split::{Buffer, DeviceQueue, DriverLayout, DriverQueue, QueueConfig};
 
     fn memfd(len: u64) -> OwnedFd {
         let fd = memfd_create("ring-extents", MemfdFlags::CLOEXEC).unwrap();
@@ -474,84 +445,5 @@ mod mapped {
         }
         drop(flat);
         assert_eq!(*retired.0.lock().unwrap(), [3 * HUGE as usize + 4096]);
-    }
-
-    /// The pages that a log names.
-    fn marked(file: &OwnedFd, bytes: u64) -> BTreeSet<u64> {
-        let mut bits = vec![0; bytes as usize];
-        assert_eq!(rustix::io::pread(file, &mut bits[..], 0), Ok(bits.len()));
-        (0..8 * bytes)
-            .filter(|page| bits[(page / 8) as usize] & 1 << (page % 8) != 0)
-            .collect()
-    }
-
-    /// A queue in a memory of extents marks what it writes where the guest has it, whatever address of the used
-    /// ring it is given.
-    #[test]
-    fn a_queue_marks_the_pages_of_the_parent() {
-        for front_end in [None, Some(None), Some(Some(0))] {
-            check_marks(front_end);
-        }
-    }
-
-    fn check_marks(front_end: Option<Option<u64>>) {
-        const SIZE: u16 = 8;
-        let retired = Arc::default();
-        let parent = sparse(16, &retired);
-        // Rings at the beginning of the second huge page of the list, buffers over the border of the
-        // third and the fourth.
-        let places = [9, 3, 14, 6].map(|page| (page * HUGE, HUGE));
-        let memory = Arc::new(of(&parent, &places));
-        let layout = DriverLayout::at(HUGE + 2 * LOG_PAGE, SIZE);
-        let mut driver = DriverQueue::new(Arc::clone(&memory), layout, true).unwrap();
-        let config = QueueConfig {
-            size: SIZE,
-            desc: layout.desc,
-            avail: layout.avail,
-            used: layout.used,
-            base: 0,
-            event_idx: true,
-            indirect: false,
-        };
-        let mut device = DeviceQueue::new(Arc::clone(&memory), &config).unwrap();
-        let bytes = 16 * HUGE / LOG_PAGE / 8;
-        let file = memfd(bytes);
-        let log = Arc::new(DirtyLog::map(&file, 0, bytes, None).unwrap());
-        device.set_log(Some(Arc::clone(&log)));
-        if let Some(address) = front_end {
-            device.set_used_log(address);
-        }
-
-        let at = 3 * HUGE - LOG_PAGE - 1;
-        let (len, written) = (4 * LOG_PAGE as u32, 2 + LOG_PAGE as u32);
-        let buffer = Buffer {
-            addr: at,
-            len,
-            writable: true,
-        };
-        driver.add(&[buffer], 1).unwrap();
-        let _ = driver.publish();
-        let chain = device.pop().unwrap().unwrap();
-        memory.write(chain.writable(), 0, &vec![7; written as usize]);
-        device.complete(chain, written);
-        let _ = device.publish();
-
-        // Changed bytes are found in the parent, page by page.
-        let changed = |pages: std::ops::Range<u64>| {
-            pages.filter(|page| peek::<4096>(&parent, page * LOG_PAGE).contains(&7))
-        };
-        let per_huge = HUGE / LOG_PAGE;
-        let buffers: BTreeSet<u64> = changed(6 * per_huge..7 * per_huge)
-            .chain(changed(14 * per_huge..15 * per_huge))
-            .collect();
-        assert_eq!(buffers.len(), 3);
-        let ring = 3 * per_huge + 2 + (layout.used - layout.desc) / LOG_PAGE;
-        let expected: BTreeSet<u64> = buffers.iter().copied().chain([ring]).collect();
-        assert_eq!(marked(&file, bytes), expected);
-
-        log.mark_all(&memory);
-        let all = [3, 6, 9, 14].into_iter();
-        let all = all.flat_map(|huge| huge * per_huge..(huge + 1) * per_huge);
-        assert_eq!(marked(&file, bytes), all.collect());
     }
 }

@@ -62,14 +62,6 @@ enum Backing {
     },
 }
 
-/// The memory that a memory of extents is a part of.
-#[derive(Debug)]
-struct Parent {
-    memory: Arc<Memory>,
-    /// By region: the address by which a log of written pages counts its first byte.
-    log_addrs: Vec<u64>,
-}
-
 /// The mapped memory of one peer: an immutable set of regions, shared as `Arc<Memory>` by the
 /// queues that lie in it and by every holder of a piece of it.
 ///
@@ -83,7 +75,7 @@ pub struct Memory {
     /// Empty for a memory of extents, whose parent has it.
     backing: Vec<Backing>,
     /// The memory that this one is a part of; `None` for a memory with a mapping of its own.
-    parent: Option<Parent>,
+    parent: Option<Arc<Memory>>,
 }
 
 // SAFETY: the pointers in it are addresses of shared mappings (or, in tests, of heap blocks), valid on
@@ -488,13 +480,13 @@ impl Memory {
     /// As [`is_lost`](Self::is_lost), for a memory without a mapping of its own.
     fn is_parent_lost(&self) -> bool {
         let parent = self.parent.as_ref();
-        parent.is_some_and(|parent| parent.memory.is_lost())
+        parent.is_some_and(|parent| parent.is_lost())
     }
 
     /// What the mapping is passed to when nothing uses it any more.
     fn unmapper(&self) -> Option<&Arc<dyn Unmapper>> {
         match &self.parent {
-            Some(parent) => parent.memory.unmapper(),
+            Some(parent) => parent.unmapper(),
             None => self.backing.first().and_then(Backing::unmapper),
         }
     }
@@ -509,14 +501,14 @@ impl Memory {
     /// memory whose mapping it keeps.
     pub fn kept_size(&self) -> u64 {
         let parent = self.parent.as_ref();
-        parent.map_or_else(|| self.size(), |parent| parent.memory.kept_size())
+        parent.map_or_else(|| self.size(), |parent| parent.kept_size())
     }
 
     /// The [`id`](Self::id) of the memory whose mapping this one has: its own, or for a memory of extents that of the
     /// memory whose mapping it keeps.
     pub fn mapping_id(&self) -> u64 {
         let parent = self.parent.as_ref();
-        parent.map_or(self.id, |parent| parent.memory.mapping_id())
+        parent.map_or(self.id, |parent| parent.mapping_id())
     }
 
     /// A number that no other memory of this process has or had.

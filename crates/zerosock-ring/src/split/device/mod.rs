@@ -135,7 +135,6 @@ impl DeviceQueue {
         let reserved = written.try_reserve_exact(size);
         reserved.map_err(|_| QueueError::NoMemory(config.size))?;
         written.resize(size, UNWRITTEN);
-        let used_log = rings.memory().used_log_addr(config.used);
         Ok(DeviceQueue {
             rings,
             config: *config,
@@ -152,7 +151,7 @@ impl DeviceQueue {
             used_cache: written,
             table: Vec::new(),
             log: None,
-            used_log,
+            used_log: None,
         })
     }
 

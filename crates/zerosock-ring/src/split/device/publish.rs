@@ -68,10 +68,9 @@ impl DeviceQueue {
     }
 
     /// Marks writes into the used ring as if it lay at this guest address, or not at all (VHOST_VRING_F_LOG
-    /// and `log_guest_addr`). In a memory of extents they are always marked, at the parent's address of the ring.
+    /// and `log_guest_addr`).
     pub fn set_used_log(&mut self, guest_addr: Option<u64>) {
-        let own = self.memory().used_log_addr(self.config.used);
-        self.used_log = own.or(guest_addr);
+        self.used_log = guest_addr;
     }
 
     /// As `complete`, with a log: marks `written` bytes of the buffers, and the element of the used ring.

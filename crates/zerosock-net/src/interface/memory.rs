@@ -8,7 +8,7 @@ use zerosock_proto::wire::net::HEADER_LEN;
 use zerosock_ring::{
     AddError, Buffer, DriverLayout, DriverQueue, FixedChain, Memory, Piece, TranslateError,
 };
-use zerosock_vhost_user::frontend::{Plan, PlanError};
+use zerosock_vhost_user::frontend::Plan;
 
 use super::config::{InterfaceConfig, MAX_BUFFER};
 
@@ -26,14 +26,14 @@ pub(super) struct Buffers {
 }
 
 impl Buffers {
-    fn plan(plan: &mut Plan, len: u32, count: u16) -> Result<Buffers, PlanError> {
+    fn plan(plan: &mut Plan, len: u32, count: u16) -> Buffers {
         let stride = Plan::stride(len);
-        Ok(Buffers {
-            base: plan.take(stride * u64::from(count))?,
+        Buffers {
+            base: plan.take(stride * u64::from(count)),
             stride,
             len,
             count,
-        })
+        }
     }
 
     fn addrs(self) -> impl Iterator<Item = u64> {
@@ -84,18 +84,17 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    pub(super) fn new(config: &InterfaceConfig, plan: &mut Plan) -> Result<Layout, PlanError> {
-        let mut ring = |size| {
-            let place = plan.take(DriverLayout::bytes_needed(size))?;
-            Ok(DriverLayout::at(place, size))
+    pub(super) fn new(config: &InterfaceConfig, plan: &mut Plan) -> Layout {
+        let ring = |plan: &mut Plan, size| {
+            DriverLayout::at(plan.take(DriverLayout::bytes_needed(size)), size)
         };
-        let rings = [ring(config.rx_queue_size)?, ring(config.tx_queue_size)?];
+        let rings = [config.rx_queue_size, config.tx_queue_size].map(|size| ring(plan, size));
         let small = config.tx_queue_size - config.large_loans;
-        Ok(Layout {
+        Layout {
             rings,
-            receive: Buffers::plan(plan, config.rx_buffer_size, config.rx_queue_size)?,
-            small: Buffers::plan(plan, config.tx_buffer_size, small)?,
-            large: Buffers::plan(plan, MAX_BUFFER, config.large_loans)?,
-        })
+            receive: Buffers::plan(plan, config.rx_buffer_size, config.rx_queue_size),
+            small: Buffers::plan(plan, config.tx_buffer_size, small),
+            large: Buffers::plan(plan, MAX_BUFFER, config.large_loans),
+        }
     }
 }

@@ -66,9 +66,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use zerosock_proto::wire::net::F_STATUS;
-use zerosock_vhost_user::frontend::{
-    Frontend, FrontendError, Plan, QueueEventFds, SharedMemory, SharedMemoryError,
-};
+use zerosock_vhost_user::frontend::{Frontend, FrontendError, Plan, QueueEventFds, SharedMemory};
 use zerosock_virtio::spin::Spin;
 use zerosock_virtio::watch::Watch;
 
@@ -147,7 +145,7 @@ impl Interface {
             terms,
         } = link;
         let mut plan = Plan::default();
-        let layout = Layout::new(config, &mut plan).map_err(SharedMemoryError::Plan)?;
+        let layout = Layout::new(config, &mut plan);
         let shared = SharedMemory::create("zerosock-interface", &plan, true, config.huge_pages)?;
         let event_fds = QueueEventFds::new(2).map_err(InterfaceConnectError::Descriptor)?;
         let event_fds = Arc::new(event_fds);

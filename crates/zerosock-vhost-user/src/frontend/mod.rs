@@ -34,9 +34,7 @@ use zerosock_sys::{fd_passing, socket_path, wait_ready};
 
 use crate::codec::request_name;
 
-pub use self::shared::{
-    Plan, PlanError, QueueEventFds, SharedMemory, SharedMemoryError, SlotPlaces,
-};
+pub use self::shared::{Plan, QueueEventFds, SharedMemory, SharedMemoryError, SlotPlaces};
 
 /// Bytes of a message header: request, flags, payload size ("Message specification").
 const HEADER_LEN: usize = 12;

@@ -30,35 +30,31 @@ pub struct Plan {
     /// The first byte of the region that the memory will be. Its length is 0.
     region: RegionConfig,
     end: u64,
-    /// The memory consists of huge pages that lie anywhere: see [`Plan::of_huge_pages`].
-    in_huge_pages: bool,
+    /// Bytes that lie together: those of a huge page, or [`TOGETHER`].
+    page: u64,
 }
+
+/// More bytes than any memory has.
+const TOGETHER: u64 = 1 << 62;
 
 impl Default for Plan {
     fn default() -> Plan {
-        Plan::at(GUEST_BASE, USER_BASE, false)
+        Plan::at(GUEST_BASE, USER_BASE, TOGETHER)
     }
 }
 
-/// Why a plan has no place for a ring or a buffer.
-#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("{len} bytes do not fit the memory: {most} bytes are the most that lie together in it")]
-pub struct PlanError {
-    /// Bytes of the ring or the buffer.
-    pub len: u64,
-    /// The most bytes that there are a place for.
-    pub most: u64,
-}
-
 impl Plan {
+    /// The most bytes of a ring or a buffer in [huge pages](Self::of_huge_pages).
+    pub const MOST_IN_HUGE_PAGE: u64 = HUGE_PAGE - LINE;
+
     /// For memory whose device sees each huge page at another place, and reads the last cache line of each to find out
     /// whether it is still the same page: no ring and no buffer crosses the end of a huge page or has a byte in that
     /// line. Addresses are offsets in the memory.
     pub fn of_huge_pages() -> Plan {
-        Plan::at(0, 0, true)
+        Plan::at(0, 0, HUGE_PAGE)
     }
 
-    fn at(guest_addr: u64, user_addr: u64, in_huge_pages: bool) -> Plan {
+    fn at(guest_addr: u64, user_addr: u64, page: u64) -> Plan {
         let region = RegionConfig {
             guest_addr,
             user_addr,
@@ -68,80 +64,52 @@ impl Plan {
         Plan {
             region,
             end: guest_addr,
-            in_huge_pages,
+            page,
         }
     }
 
-    /// Guest address of `len` bytes that no other call has got, at the start of a page.
-    ///
-    /// # Errors
-    /// [`PlanError`]: `len` is more than 2^47, or, with huge pages, than one without its last line.
-    pub fn take(&mut self, len: u64) -> Result<u64, PlanError> {
-        self.check(len)?;
-        if self.in_huge_pages && self.end % HUGE_PAGE + len > HUGE_PAGE - LINE {
-            self.end = self.end.next_multiple_of(HUGE_PAGE);
+    /// Guest address of `len` bytes that no other call has got, at the start of a page. In huge pages `len` is at most
+    /// [`MOST_IN_HUGE_PAGE`](Self::MOST_IN_HUGE_PAGE).
+    pub fn take(&mut self, len: u64) -> u64 {
+        if self.end % self.page + len > self.page - LINE {
+            self.end = self.end.next_multiple_of(self.page);
         }
         let start = self.end;
         self.end += len.next_multiple_of(PAGE);
-        Ok(start)
+        start
     }
 
-    /// Whether `len` bytes can lie together.
-    fn check(&self, len: u64) -> Result<(), PlanError> {
-        // No process has more address space, so that no sum of lengths overflows before the memory is refused.
-        let most = match self.in_huge_pages {
-            true => HUGE_PAGE - LINE,
-            false => 1 << 47,
-        };
-        match len <= most && self.end < 1 << 62 {
-            true => Ok(()),
-            false => Err(PlanError { len, most }),
-        }
-    }
-
-    /// The places of `count` buffers of `len` bytes that no other call has got.
-    ///
-    /// # Errors
-    /// As [`take`](Self::take).
-    pub fn take_slots(&mut self, len: u32, count: u16) -> Result<SlotPlaces, PlanError> {
-        self.check(len.into())?;
-        let (stride, count) = (Plan::stride(len), u64::from(count));
-        if !self.in_huge_pages {
-            return Ok(SlotPlaces {
-                base: self.take(stride * count)?,
-                stride,
-                per_page: u64::MAX,
-            });
-        }
-        let len = u64::from(len);
+    /// The places of `count` buffers of `len` bytes that no other call has got. For `len` see [`take`](Self::take).
+    pub fn take_slots(&mut self, len: u32, count: u16) -> SlotPlaces {
+        let stride = Plan::stride(len);
+        let (len, count) = (u64::from(len), u64::from(count));
         // The bytes between the last buffer and the end need not be a whole stride.
         let span = |slots: u64| slots.saturating_sub(1) * stride + len;
-        let per_page = (HUGE_PAGE - LINE).saturating_sub(len) / stride + 1;
-        if count <= per_page {
-            return Ok(SlotPlaces {
-                base: self.take(span(count))?,
-                stride,
-                per_page,
-            });
-        }
-        // All pages have the same offsets, so the first one is a fresh one too.
-        let base = self.end.next_multiple_of(HUGE_PAGE);
-        let last = (count - 1) / per_page;
-        self.end = base + last * HUGE_PAGE;
-        self.take(span(count - last * per_page))?;
-        Ok(SlotPlaces {
+        let per_page = (self.page - LINE).saturating_sub(len) / stride + 1;
+        let full_pages = count.saturating_sub(1) / per_page;
+        // All pages have the same offsets, so with several the first one is a fresh one too.
+        let base = match full_pages {
+            0 => self.take(span(count)),
+            _ => {
+                let base = self.end.next_multiple_of(self.page);
+                self.end = base + full_pages * self.page;
+                self.take(span(count - full_pages * per_page));
+                base
+            }
+        };
+        SlotPlaces {
             base,
             stride,
             per_page,
-        })
+        }
     }
 
     /// Bytes taken so far.
     pub fn len(&self) -> u64 {
         let len = self.end - self.region.guest_addr;
-        match self.in_huge_pages {
-            true => len.next_multiple_of(HUGE_PAGE),
-            false => len,
+        match self.page {
+            HUGE_PAGE => len.next_multiple_of(HUGE_PAGE),
+            _ => len,
         }
     }
 
@@ -179,9 +147,6 @@ impl SlotPlaces {
 /// Why shared memory could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum SharedMemoryError {
-    /// A ring or a buffer has no place in it.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
     /// The memfd could not be created or duplicated.
     #[error("cannot create shared memory: {0}")]
     Memfd(#[from] io::Error),

@@ -16,9 +16,9 @@ fn ranges(plan: &mut Plan, parts: &[Part]) -> Vec<(u64, u64)> {
     let mut ranges = Vec::new();
     for part in parts {
         match *part {
-            Part::Run(len) => ranges.push((plan.take(len).unwrap(), len)),
+            Part::Run(len) => ranges.push((plan.take(len), len)),
             Part::Slots(len, count) => {
-                let places = plan.take_slots(len, count).unwrap();
+                let places = plan.take_slots(len, count);
                 ranges.extend((0..count).map(|n| (places.addr(n), u64::from(len))));
             }
         }
@@ -34,7 +34,7 @@ fn overlaps(ranges: &[(u64, u64)]) -> bool {
         .any(|pair| pair[0].0 + pair[0].1 > pair[1].0)
 }
 
-const USABLE: u64 = HUGE_PAGE - LINE;
+const USABLE: u64 = Plan::MOST_IN_HUGE_PAGE;
 
 fn check_pages(parts: &[Part]) {
     let mut plan = Plan::of_huge_pages();
@@ -64,7 +64,7 @@ fn parts_that_fill_a_page_to_its_last_line_stay_in_it() {
     // Two buffers fill a page; with another byte each they do not.
     let stride = Plan::stride(1_048_448);
     for len in [(USABLE - stride) as u32, (USABLE - stride) as u32 + 1] {
-        let places = Plan::of_huge_pages().take_slots(len, 4).unwrap();
+        let places = Plan::of_huge_pages().take_slots(len, 4);
         let (second, third) = (places.addr(1), places.addr(2));
         let fits = Plan::stride(len) + u64::from(len) <= USABLE;
         assert_eq!(second < HUGE_PAGE, fits);
@@ -77,10 +77,7 @@ fn parts_that_fill_a_page_to_its_last_line_stay_in_it() {
 fn a_plan_of_huge_pages_begins_at_the_start_of_the_memory() {
     let mut plan = Plan::of_huge_pages();
     assert!(plan.is_empty());
-    assert_eq!(
-        [5, 4097, 1].map(|len| plan.take(len)),
-        [Ok(0), Ok(4096), Ok(3 * 4096)]
-    );
+    assert_eq!([5, 4097, 1].map(|len| plan.take(len)), [0, 4096, 3 * 4096]);
     assert_eq!(plan.len(), HUGE_PAGE);
     let shared = SharedMemory::create("plan", &plan, true, false).unwrap();
     assert_eq!(
@@ -93,31 +90,9 @@ fn a_plan_of_huge_pages_begins_at_the_start_of_the_memory() {
 }
 
 #[test]
-fn parts_that_no_page_has_room_for_are_refused_and_take_nothing() {
-    let mut plan = Plan::of_huge_pages();
-    let error = |len| PlanError { len, most: USABLE };
-    for len in [USABLE + 1, HUGE_PAGE, u64::MAX] {
-        assert_eq!(plan.take(len), Err(error(len)));
-    }
-    for len in [USABLE as u32 + 1, u32::MAX] {
-        let refused = plan.take_slots(len, 3).unwrap_err();
-        assert_eq!(refused, error(len.into()));
-    }
-    assert!(plan.is_empty());
-    assert_eq!(plan.take(USABLE), Ok(0));
-    // Other memory has room for them, but not for more than an address space.
-    let mut plan = Plan::default();
-    assert!(plan.take(HUGE_PAGE).is_ok());
-    assert!(plan.take_slots(u32::MAX, 3).is_ok());
-    plan.take(u64::MAX).unwrap_err();
-    while plan.take(1 << 47).is_ok() {}
-    plan.take_slots(1, 1).unwrap_err();
-}
-
-#[test]
 fn a_plan_of_a_file_is_mapped_from_its_beginning() {
     let mut plan = Plan::of_huge_pages();
-    plan.take(1).unwrap();
+    plan.take(1);
     let file = memfd::create("plan", 3 * HUGE_PAGE, true).unwrap();
     let shared = SharedMemory::of_file(file, &plan).unwrap();
     assert_eq!(
@@ -129,7 +104,7 @@ fn a_plan_of_a_file_is_mapped_from_its_beginning() {
 #[test]
 fn buffers_of_other_memory_are_one_run() {
     let mut plan = Plan::default();
-    let places = plan.take_slots(65_600, 128).unwrap();
+    let places = plan.take_slots(65_600, 128);
     for index in 0..128 {
         let offset = u64::from(index) * Plan::stride(65_600);
         assert_eq!(places.addr(index), GUEST_BASE + offset);

@@ -11,13 +11,21 @@ use std::sync::Arc;
 
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_ring::{DriverLayout, GuestSlice, Memory, Piece, TranslateError};
-use zerosock_vhost_user::frontend::{Plan, PlanError, SharedMemory, SharedMemoryError, SlotPlaces};
+use zerosock_vhost_user::frontend::{Plan, SharedMemory, SharedMemoryError, SlotPlaces};
 
-use super::config::DriverConfig;
+use super::config::{DriverConfig, MAX_QUEUE, MAX_RX_BUFFER, MAX_TX_BUFFER};
 
 /// Bytes reserved for a header: one cache line, so that no two packets share one.
 pub(crate) const HEADER_SLOT: u32 = 64;
 const _: () = assert!(HEADER_SLOT >= 44, "a header fits its slot");
+const _: () = {
+    let most = Plan::MOST_IN_HUGE_PAGE;
+    assert!((HEADER_SLOT + MAX_RX_BUFFER) as u64 <= most && MAX_TX_BUFFER <= MAX_RX_BUFFER);
+    assert!(
+        DriverLayout::bytes_needed(MAX_QUEUE) <= most,
+        "a ring fits a huge page"
+    );
+};
 /// Where the payload begins in a packet's slot.
 pub(crate) const PAYLOAD: usize = HEADER_SLOT as usize;
 /// Bytes of an event (`struct virtio_vsock_event`: `le32 id`).
@@ -31,9 +39,6 @@ pub enum ArenaError {
     /// The system refused it.
     #[error(transparent)]
     Shared(#[from] SharedMemoryError),
-    /// A ring or a buffer has no place in it.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
     /// A slot lies outside of the memory: an error in the layout computed here.
     #[error("a buffer lies outside of the shared memory: {0}")]
     Layout(#[from] TranslateError),
@@ -157,28 +162,21 @@ fn whole(payload: u32) -> u32 {
 
 impl Layout {
     /// Divides memory for `config` as `plan` does, with buffers for each of `pairs`.
-    pub(super) fn new(
-        config: &DriverConfig,
-        pairs: QueuePairs,
-        mut plan: Plan,
-    ) -> Result<Layout, PlanError> {
+    pub(super) fn new(config: &DriverConfig, pairs: QueuePairs, mut plan: Plan) -> Layout {
         let ring_len = DriverLayout::bytes_needed(config.queue_size);
-        let ring = |plan: &mut Plan| -> Result<_, PlanError> {
-            Ok(DriverLayout::at(plan.take(ring_len)?, config.queue_size))
-        };
-        let rings = (0..pairs.queues()).map(|_| ring(&mut plan));
-        let rings = rings.collect::<Result<_, PlanError>>()?;
-        let events = plan.take_slots(EVENT_LEN, EVENT_SLOTS)?;
+        let mut ring = || DriverLayout::at(plan.take(ring_len), config.queue_size);
+        let rings = (0..pairs.queues()).map(|_| ring()).collect();
+        let events = plan.take_slots(EVENT_LEN, EVENT_SLOTS);
         let mut slots = |len| plan.take_slots(whole(len), config.slots());
         let pairs = (0..pairs.get())
-            .map(|_| Ok((slots(config.rx_buffer_size)?, slots(config.tx_buffer_size)?)))
-            .collect::<Result<_, PlanError>>()?;
-        Ok(Layout {
+            .map(|_| (slots(config.rx_buffer_size), slots(config.tx_buffer_size)))
+            .collect();
+        Layout {
             plan,
             rings,
             events,
             pairs,
-        })
+        }
     }
 
     /// Bytes of the memory.
@@ -199,7 +197,7 @@ impl Arena {
         pairs: QueuePairs,
         plan: Plan,
     ) -> Result<(Arena, Vec<PairSlots>), ArenaError> {
-        let layout = Layout::new(config, pairs, plan)?;
+        let layout = Layout::new(config, pairs, plan);
         let (seal, huge_pages) = (config.seal, config.huge_pages);
         let shared = SharedMemory::create("zerosock-driver", layout.plan(), seal, huge_pages)?;
         Arena::in_memory(config, layout, shared)

@@ -7,7 +7,13 @@ use std::time::Duration;
 use zerosock_proto::vsock::QueuePairs;
 
 use zerosock_proto::Port;
-use zerosock_vhost_user::frontend::PlanError;
+
+/// The most entries of a virtqueue.
+pub(super) const MAX_QUEUE: u16 = 32768;
+/// The most payload bytes of a receive buffer.
+pub(super) const MAX_RX_BUFFER: u32 = 1 << 20;
+/// The most payload bytes of a transmit buffer.
+pub(super) const MAX_TX_BUFFER: u32 = 65536;
 
 /// How a driver attaches and how much memory it shares with the device.
 ///
@@ -83,16 +89,16 @@ impl DriverConfig {
 
     /// Returns the first invalid setting.
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
-        if !self.queue_size.is_power_of_two() || !(8..=32768).contains(&self.queue_size) {
+        if !self.queue_size.is_power_of_two() || !(8..=MAX_QUEUE).contains(&self.queue_size) {
             return Err(ConfigError::QueueSize(self.queue_size));
         }
         if QueuePairs::new(self.queue_pairs).is_err() {
             return Err(ConfigError::QueuePairs(self.queue_pairs));
         }
-        if self.rx_buffer_size == 0 || self.rx_buffer_size > 1 << 20 {
+        if self.rx_buffer_size == 0 || self.rx_buffer_size > MAX_RX_BUFFER {
             return Err(ConfigError::RxBufferSize(self.rx_buffer_size));
         }
-        if self.tx_buffer_size == 0 || self.tx_buffer_size > 65536 {
+        if self.tx_buffer_size == 0 || self.tx_buffer_size > MAX_TX_BUFFER {
             return Err(ConfigError::TxBufferSize(self.tx_buffer_size));
         }
         if self.buf_alloc == 0 {
@@ -132,11 +138,6 @@ pub enum ConfigError {
     /// See [`DriverConfig::connect_timeout`].
     #[error("connect_timeout 0: must be longer")]
     NoConnectTime,
-    /// A ring or a buffer is too long for the memory of a guest endpoint: see [`DriverConfig::memory_len`].
-    #[error(
-        "queue_size, rx_buffer_size or tx_buffer_size is too large for an endpoint in a guest: {0}"
-    )]
-    Memory(PlanError),
 }
 
 #[cfg(test)]

@@ -19,16 +19,16 @@ impl DriverConfig {
     /// of 2 MiB.
     ///
     /// # Errors
-    /// [`ConfigError`]: the first invalid setting, or a ring or buffer that does not fit a huge page.
+    /// [`ConfigError`]: the first invalid setting.
     pub fn memory_len(&self) -> Result<u64, ConfigError> {
         self.check()?;
-        Ok(layout(self)?.len())
+        Ok(layout(self).len())
     }
 }
 
 /// Each huge page can lie anywhere in the memory of the guest, and there is one queue pair.
-fn layout(config: &DriverConfig) -> Result<Layout, ConfigError> {
-    Layout::new(config, QueuePairs::ONE, Plan::of_huge_pages()).map_err(ConfigError::Memory)
+fn layout(config: &DriverConfig) -> Layout {
+    Layout::new(config, QueuePairs::ONE, Plan::of_huge_pages())
 }
 
 impl Driver {
@@ -45,7 +45,7 @@ impl Driver {
         let (driver, request) = Driver::on_memory(device, config)?;
         let (asked, started) = (request.features, start(&request)?);
         if asked != started {
-            return Err(DriverAttachError::Started { asked, started }.into());
+            return Err(DriverAttachError::Missing("the features that were accepted").into());
         }
         driver.kick_posted();
         Ok(driver)
@@ -57,7 +57,7 @@ impl Driver {
         config: DriverConfig,
     ) -> Result<(Driver, Start), DriverAttachError> {
         config.check()?;
-        let layout = layout(&config)?;
+        let layout = layout(&config);
         let (link, features) = Link::of_guest(&device, &config)?;
         let shared = SharedMemory::of_file(device.memory, layout.plan());
         let shared = shared.map_err(ArenaError::Shared)?;

@@ -61,14 +61,6 @@ pub enum DriverAttachError {
     /// The device lacks a feature that the driver requires.
     #[error("the vhost-user device does not offer {0}")]
     Missing(&'static str),
-    /// The device runs with other features than the driver has accepted.
-    #[error("the device has started with the features {started:#x} instead of {asked:#x}")]
-    Started {
-        /// The features that the driver has accepted.
-        asked: u64,
-        /// Those that the device has in use.
-        started: u64,
-    },
     /// The device reported a CID that no guest may have.
     #[error("the vhost-user device configures no valid CID: {0}")]
     Cid(#[from] AddressError),
@@ -81,7 +73,6 @@ impl DriverAttachError {
             DriverAttachError::Config(_)
             | DriverAttachError::Frontend(FrontendError::TooManyRegions(_)) => Fault::Caller,
             DriverAttachError::Missing(_)
-            | DriverAttachError::Started { .. }
             | DriverAttachError::Cid(_)
             | DriverAttachError::Frontend(
                 FrontendError::Closed
@@ -104,7 +95,7 @@ impl DriverAttachError {
         match self {
             DriverAttachError::Config(_) => ErrorKind::InvalidInput,
             DriverAttachError::Missing(_) => ErrorKind::Unsupported,
-            DriverAttachError::Cid(_) | DriverAttachError::Started { .. } => ErrorKind::InvalidData,
+            DriverAttachError::Cid(_) => ErrorKind::InvalidData,
             DriverAttachError::Arena(ArenaError::Shared(SharedMemoryError::Memfd(error)))
             | DriverAttachError::Eventfd(error) => error.kind(),
             DriverAttachError::Arena(_) | DriverAttachError::Queue(_) => ErrorKind::Other,
@@ -139,15 +130,6 @@ fn set_queue_pairs(frontend: &mut Frontend, pairs: QueuePairs) -> Result<(), Fro
     frontend.write_config(QUEUE_PAIRS, &pairs.get().to_le_bytes())
 }
 
-/// The way by which requests reach the device.
-#[derive(Debug)]
-pub(crate) enum LinkControl {
-    /// The vhost-user connection.
-    VhostUser(Frontend),
-    /// None from here: the agent of the guest has the device, or other code of this process.
-    Guest,
-}
-
 /// The features that a driver of this configuration can use.
 fn wanted_features(config: &DriverConfig) -> u64 {
     let mut wanted = FEATURES;
@@ -166,7 +148,8 @@ fn wanted_features(config: &DriverConfig) -> u64 {
 /// An attached device.
 #[derive(Debug)]
 pub(crate) struct Link {
-    pub(crate) control: LinkControl,
+    /// The vhost-user connection; `None`: other code of this process, or the agent of the guest, has the device.
+    pub(super) frontend: Option<Frontend>,
     /// Whether VIRTIO_RING_F_EVENT_IDX was negotiated.
     pub(crate) event_idx: bool,
     /// Whether SOCK_SEQPACKET was negotiated.
@@ -227,12 +210,7 @@ impl Link {
             pairs = QueuePairs::new(most).unwrap_or(QueuePairs::ONE);
             set_queue_pairs(&mut frontend, pairs)?;
         }
-        Ok(Link::new(
-            LinkControl::VhostUser(frontend),
-            features,
-            pairs,
-            cid,
-        ))
+        Ok(Link::new(Some(frontend), features, pairs, cid))
     }
 
     /// For a driver on the memory of `device`. Returns the features to accept too.
@@ -245,13 +223,13 @@ impl Link {
             return Err(DriverAttachError::Missing("VIRTIO_F_VERSION_1"));
         }
         let cid = device.cid.for_guest()?;
-        let link = Link::new(LinkControl::Guest, features, QueuePairs::ONE, cid);
+        let link = Link::new(None, features, QueuePairs::ONE, cid);
         Ok((link, features))
     }
 
-    fn new(control: LinkControl, features: u64, pairs: QueuePairs, cid: Cid) -> Link {
+    fn new(frontend: Option<Frontend>, features: u64, pairs: QueuePairs, cid: Cid) -> Link {
         Link {
-            control,
+            frontend,
             pairs,
             event_idx: features & F_EVENT_IDX != 0,
             seqpacket: features & F_SEQPACKET != 0,
@@ -263,18 +241,12 @@ impl Link {
 
     /// The vhost-user connection, if it has one.
     pub(crate) fn frontend(&mut self) -> Option<&mut Frontend> {
-        match &mut self.control {
-            LinkControl::VhostUser(frontend) => Some(frontend),
-            LinkControl::Guest => None,
-        }
+        self.frontend.as_mut()
     }
 
     /// The descriptor of that connection.
     pub(super) fn connection(&self) -> Option<BorrowedFd<'_>> {
-        match &self.control {
-            LinkControl::VhostUser(frontend) => Some(frontend.as_fd()),
-            LinkControl::Guest => None,
-        }
+        self.frontend.as_ref().map(Frontend::as_fd)
     }
 
     /// Passes the memory table and starts the queues, each at its index in `bases`.

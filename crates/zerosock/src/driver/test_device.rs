@@ -15,7 +15,7 @@ use zerosock_vhost_user::frontend::{Plan, QueueEventFds, SharedMemory};
 
 use super::arena::Arena;
 use super::doorbell::Doorbell;
-use super::link::{Link, LinkControl};
+use super::link::Link;
 use super::{Driver, DriverConfig, Frontend, StreamId, StreamState};
 use crate::table::backend::Backend;
 
@@ -91,37 +91,31 @@ pub(super) fn map_scattered(shared: &SharedMemory) -> Arc<Memory> {
     Arc::new(Memory::of_extents(&vm, &extents).unwrap())
 }
 
-fn by_eventfds(socket: UnixStream, pairs: QueuePairs) -> (LinkControl, Doorbell) {
+fn by_eventfds(socket: UnixStream, pairs: QueuePairs) -> (Option<Frontend>, Doorbell) {
     let frontend = Frontend::from_stream(socket, Duration::from_millis(10)).unwrap();
     let event_fds = QueueEventFds::new(pairs.queues()).unwrap();
-    (
-        LinkControl::VhostUser(frontend),
-        Doorbell::Eventfds(event_fds),
-    )
+    (Some(frontend), Doorbell::Eventfds(event_fds))
 }
 
-fn by_stream(socket: UnixStream, _: QueuePairs) -> (LinkControl, Doorbell) {
-    (
-        LinkControl::Guest,
-        Doorbell::Stream(socket.into(), AtomicBool::default()),
-    )
+fn by_stream(socket: UnixStream, _: QueuePairs) -> (Option<Frontend>, Doorbell) {
+    (None, Doorbell::Stream(socket.into(), AtomicBool::default()))
 }
 
 fn build(
     pairs: QueuePairs,
     plan: Plan,
     map: impl FnOnce(&SharedMemory) -> Arc<Memory>,
-    connect: impl FnOnce(UnixStream, QueuePairs) -> (LinkControl, Doorbell),
+    connect: impl FnOnce(UnixStream, QueuePairs) -> (Option<Frontend>, Doorbell),
     tune: impl FnOnce(&mut DriverConfig),
 ) -> (Driver, TestDevice) {
     let mut config = DriverConfig::new("/nowhere");
     config.control_timeout = Duration::from_millis(10);
     tune(&mut config);
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let (control, doorbell) = connect(ours, pairs);
+    let (frontend, doorbell) = connect(ours, pairs);
     let link = Link {
         seqpacket: true,
-        control,
+        frontend,
         pairs,
         event_idx: true,
         datagrams: true,

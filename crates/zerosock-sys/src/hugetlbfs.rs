@@ -11,13 +11,14 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::ptr::NonNull;
 
 use rustix::fs::{FallocateFlags, fallocate, statfs};
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+use rustix::mm::{Advice, madvise};
 use rustix::mount::{MountFlags, mount};
+use zerosock_ring::{Memory, Piece, RegionConfig};
 
+use crate::memfd;
 pub use crate::memfd::HUGE_PAGE;
 
 /// The type of the file system as statfs(2) gives it.
@@ -162,14 +163,11 @@ fn too_few(wanted: u64) -> HugePageError {
 /// A mapping of a whole file of huge pages, which is never read or written: for calls that need addresses.
 #[derive(Debug)]
 pub struct HugeMapping {
-    start: NonNull<c_void>,
+    memory: Memory,
+    /// The first byte.
+    start: Vec<Piece>,
     len: usize,
 }
-
-// SAFETY: the value owns the mapping, and only passes its addresses to the kernel.
-unsafe impl Send for HugeMapping {}
-// SAFETY: as for Send.
-unsafe impl Sync for HugeMapping {}
 
 impl HugeMapping {
     /// Maps the file, with all of its pages.
@@ -179,26 +177,24 @@ impl HugeMapping {
     /// becomes shorter meanwhile, and ENOMEM if a page is missing that the pool does not have.
     pub fn new(file: impl AsFd) -> Result<HugeMapping, HugePageError> {
         // A descriptor that this process owns or has received from a trusted one.
-        let len = rustix::fs::fstat(&file)?.st_size as u64;
+        let len = memfd::len(&file)?;
         let bytes = usize::try_from(len).map_err(|_| HugePageError::Length(len))?;
         if len == 0 || !len.is_multiple_of(HUGE_PAGE) {
             return Err(HugePageError::Length(len));
         }
-        let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice touches no memory that exists.
-        let start = unsafe {
-            mmap(
-                std::ptr::null_mut(),
-                bytes,
-                access,
-                MapFlags::SHARED,
-                file,
-                0,
-            )?
+        let region = RegionConfig {
+            guest_addr: 0,
+            user_addr: 0,
+            len,
+            fd_offset: 0,
         };
-        let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory);
+        let memory = Memory::map(vec![(file, region)]).map_err(io::Error::other)?;
+        let mut start = Vec::new();
+        let translated = memory.translate(0, 1, &mut start);
+        translated.map_err(io::Error::other)?;
         let mapping = HugeMapping {
-            start: start.map_err(io::Error::from)?,
+            memory,
+            start,
             len: bytes,
         };
         // SAFETY: the range is the mapping made above. The call changes no byte, and no signal tells of a page that the
@@ -209,18 +205,12 @@ impl HugeMapping {
 
     /// The first address.
     pub(crate) fn addr(&self) -> *mut c_void {
-        self.start.as_ptr()
+        let start = self.start.first().and_then(|&it| self.memory.slice(it));
+        start.map_or(std::ptr::null_mut(), |it| it.as_ptr().cast())
     }
 
     /// Bytes.
     pub(crate) fn len(&self) -> usize {
         self.len
-    }
-}
-
-impl Drop for HugeMapping {
-    fn drop(&mut self) {
-        // SAFETY: the mapping that `new` made, unmapped once; nothing has a reference to its bytes.
-        let _ = unsafe { munmap(self.addr(), self.len) };
     }
 }

@@ -3,12 +3,11 @@
 use std::path::Path;
 
 use tracing::{info, warn};
-use zerosock::daemon::Shares;
+use zerosock::daemon::{GuestEndpoints, GuestKey, Shares};
 use zerosock::forward::Destination;
 
 use super::attach::Attach;
 use super::forward::Listen;
-use super::guest_endpoints::GuestOptions;
 use super::settings::Settings;
 use super::vm::{Host, Vm};
 use crate::sockets;
@@ -63,10 +62,10 @@ pub(super) fn announce(vm: &Vm) {
 }
 
 /// Logs which endpoints a guest may have.
-pub(super) fn announce_guest_endpoints(cid: u32, options: Option<&GuestOptions>) {
+pub(super) fn announce_guest_endpoints(cid: u32, options: Option<&GuestEndpoints>) {
     match options {
         None => info!(cid, "the guest may have no endpoints any more"),
-        Some(options) if options.is_port_only() => warn!(
+        Some(options) if options.key == GuestKey::none() => warn!(
             cid,
             "the guest may have endpoints without a key: each of its processes that may bind a port below 1024, \
              those in containers among them, can read and write all memory of the guest; name a key file"

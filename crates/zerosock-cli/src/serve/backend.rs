@@ -12,7 +12,6 @@ use zerosock::daemon::{
 use super::args::OkPort;
 use super::attach::{Attach, Hybrid};
 use super::claim::Listeners;
-use super::guest_endpoints::GuestOptions;
 use super::settings::Settings;
 use super::vm::{Host, Vm};
 use crate::sockets;
@@ -116,6 +115,6 @@ pub(super) fn convert(vm: &Vm, listeners: Listeners) -> VmConfig {
         groups: vm.groups.clone(),
         require_sealed_memory: vm.require_sealed_memory,
         stopped_timeout: vm.stopped_timeout.filter(|limit| !limit.is_zero()),
-        guest_endpoints: vm.guest_endpoints.as_ref().map(GuestOptions::convert),
+        guest_endpoints: vm.guest_endpoints.clone(),
     }
 }

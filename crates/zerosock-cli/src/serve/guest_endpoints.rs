@@ -37,20 +37,11 @@ pub(crate) struct Table {
     names: Option<String>,
 }
 
-/// Validated.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) struct GuestOptions {
-    key: GuestKey,
-    number: usize,
-    memory: u64,
-    names: Vec<Name>,
-}
-
-impl GuestOptions {
+impl RawGuestEndpoints {
     /// Validates the value, and reads the key file. The error is the wrong part of the value, and the fix.
-    pub(super) fn new(raw: RawGuestEndpoints) -> Result<GuestOptions, (String, String)> {
+    pub(super) fn validate(self) -> Result<GuestEndpoints, (String, String)> {
         let wrong = |value: &dyn fmt::Display, fix: String| (value.to_string(), fix);
-        let table = match raw {
+        let table = match self {
             RawGuestEndpoints::Table(table) => table,
             RawGuestEndpoints::Key(key) => Table {
                 key,
@@ -67,43 +58,24 @@ impl GuestOptions {
             Some(PORT_ONLY) => GuestKey::none(),
             _ => key_file::read(&key, PORT_ONLY).map_err(|fix| wrong(&key.display(), fix))?,
         };
-        let defaults = GuestEndpoints::new(GuestKey::none());
-        let number = number.unwrap_or(defaults.most);
-        if !(1..=MAX_NUMBER).contains(&number) {
+        let mut endpoints = GuestEndpoints::new(key);
+        endpoints.most = number.unwrap_or(endpoints.most);
+        if !(1..=MAX_NUMBER).contains(&endpoints.most) {
             let fix = format!("give a number of endpoints from 1 to {MAX_NUMBER}");
-            return Err(wrong(&number, fix));
+            return Err(wrong(&endpoints.most, fix));
         }
-        let memory = memory.unwrap_or(defaults.memory);
-        if memory < HUGE_PAGE {
+        endpoints.memory = memory.unwrap_or(endpoints.memory);
+        if endpoints.memory < HUGE_PAGE {
             let fix = "an endpoint has at least one huge page; give bytes, such as 256M";
-            return Err(wrong(&memory, fix.into()));
+            return Err(wrong(&endpoints.memory, fix.into()));
         }
         let names = names.as_deref().unwrap_or_default();
         let parsed: Result<Vec<Name>, _> = match names {
             "" => Ok(Vec::new()),
             names => names.split('+').map(str::parse).collect(),
         };
-        let parsed = parsed.map_err(|error| wrong(&names, error.to_string()))?;
-        Ok(GuestOptions {
-            key,
-            number,
-            memory,
-            names: parsed,
-        })
-    }
-
-    /// Whether every process that may bind a low port may name pages.
-    pub(super) fn is_port_only(&self) -> bool {
-        self.key == GuestKey::none()
-    }
-
-    /// The settings of the daemon.
-    pub(super) fn convert(&self) -> GuestEndpoints {
-        let mut endpoints = GuestEndpoints::new(self.key.clone());
-        endpoints.most = self.number;
-        endpoints.memory = self.memory;
-        endpoints.names = self.names.clone();
-        endpoints
+        endpoints.names = parsed.map_err(|error| wrong(&names, error.to_string()))?;
+        Ok(endpoints)
     }
 }
 

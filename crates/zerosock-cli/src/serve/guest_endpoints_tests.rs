@@ -31,7 +31,7 @@ fn settings(words: &[&str]) -> Result<Settings, String> {
 }
 
 /// The options of the only VM in a file with these lines.
-fn in_file(lines: &str) -> Result<Option<GuestOptions>, String> {
+fn in_file(lines: &str) -> Result<Option<GuestEndpoints>, String> {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("vms.yaml");
     let text = format!("vms:\n  - socket: /a\n    uds_path: /b\n{lines}");
@@ -50,7 +50,7 @@ fn each_way_to_write_it_is_read() {
     let option = ["--guest-endpoints", path];
     let by_flag = of(&[&vm[..], &option].concat()).unwrap();
     assert_eq!(by_flag.key, GuestKey::new(KEY).unwrap());
-    assert_eq!((by_flag.number, by_flag.memory), (16, 1 << 30));
+    assert_eq!((by_flag.most, by_flag.memory), (16, 1 << 30));
     assert_eq!(by_flag.names, []);
     let pairs = format!("socket=/a,uds-path=/b,guest-endpoints={path}");
     assert_eq!(of(&["--vm", &pairs]).as_ref(), Some(&by_flag));
@@ -59,15 +59,14 @@ fn each_way_to_write_it_is_read() {
     let port_only = in_file("    guest-endpoints: port-only\n")
         .unwrap()
         .unwrap();
-    assert!(port_only.is_port_only() && !by_flag.is_port_only());
+    assert_eq!(port_only.key, GuestKey::none());
     assert_ne!(port_only, by_flag);
     let table = format!(
         "    guest_endpoints: {{key: {path}, number: 4, memory: 256M, names: [web, db]}}\n"
     );
     let table = in_file(&table).unwrap().unwrap();
-    let converted = table.convert();
-    assert_eq!((converted.most, converted.memory), (4, 256 << 20));
-    let names: Vec<_> = converted.names.iter().map(Name::as_str).collect();
+    assert_eq!((table.most, table.memory), (4, 256 << 20));
+    let names: Vec<_> = table.names.iter().map(Name::as_str).collect();
     assert_eq!(names, ["web", "db"]);
     let shown = format!("{table:?}");
     assert!(

@@ -11,7 +11,7 @@ use std::fmt::Write;
 use rustix::fs::Mode;
 use tracing::{error, info, warn};
 use zerosock::Cid;
-use zerosock::daemon::{Daemon, Reload};
+use zerosock::daemon::{Daemon, GuestEndpoints, Reload};
 use zerosock::forward::ListenRule;
 use zerosock_sys::reaper;
 
@@ -22,7 +22,6 @@ use super::attach::Attach;
 use super::backend;
 use super::claim::{ListenFiles, claim_listener, claim_vm};
 use super::error::ServeError;
-use super::guest_endpoints::GuestOptions;
 use super::networks;
 use super::report::{report_denied, report_rule};
 use super::settings::Settings;
@@ -43,7 +42,7 @@ struct Changes {
     add: Vec<Vm>,
     remove: Vec<u32>,
     groups: BTreeMap<u32, Vec<String>>,
-    guest_endpoints: BTreeMap<u32, Option<GuestOptions>>,
+    guest_endpoints: BTreeMap<u32, Option<GuestEndpoints>>,
     /// The new settings of the attach socket.
     attach: Option<Attach>,
     /// Settings that need a restart, with the values they keep.
@@ -116,7 +115,7 @@ impl SettingsInEffect {
             guest_endpoints: changes
                 .guest_endpoints
                 .iter()
-                .map(|(&cid, options)| (Cid::new(cid), options.as_ref().map(GuestOptions::convert)))
+                .map(|(&cid, options)| (Cid::new(cid), options.clone()))
                 .collect(),
             access: wanted.rules.clone(),
             attach: changes.attach.as_ref().map(backend::terms),

@@ -16,7 +16,6 @@ use super::args::{DaemonFlags, OkPort, ServeArgs};
 use super::attach::Attach;
 use super::attach_flags::RawAttach;
 use super::forward::{Forward, Listen};
-use super::guest_endpoints::GuestOptions;
 use super::taken::{Taken, absolute};
 use super::validate::{OptionSource, SettingsError, check_path, parse_groups, place_of, wrong};
 use super::vm::{Host, RawVm, Vm};
@@ -447,7 +446,7 @@ impl Vm {
         let guest_endpoints = raw.guest_endpoints;
         let guest_endpoints = guest_endpoints.map(|raw| {
             let wrong = |(value, fix)| source.wrong("guest-endpoints", value, fix);
-            GuestOptions::new(raw).map_err(wrong)
+            raw.validate().map_err(wrong)
         });
         // At most 32768, checked above.
         let queue_size = queue_size as u16;

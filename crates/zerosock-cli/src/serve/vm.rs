@@ -8,9 +8,10 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use serde::de::Error;
 use serde::{Deserialize, Deserializer};
 use zerosock::Cid;
+use zerosock::daemon::GuestEndpoints;
 
 use super::forward::Seconds;
-use super::guest_endpoints::{GuestOptions, RawGuestEndpoints};
+use super::guest_endpoints::RawGuestEndpoints;
 use super::list::joined_by_plus;
 use super::uds_paths::{UdsPath, UdsPathError, UdsPaths};
 use crate::number::Whole;
@@ -33,7 +34,7 @@ pub(crate) struct Vm {
     /// The longest pause that connections outlast; zero: any. Set for each VM.
     pub(crate) stopped_timeout: Option<Duration>,
     /// Which endpoints the guest may have; `None`: none.
-    pub(crate) guest_endpoints: Option<GuestOptions>,
+    pub(crate) guest_endpoints: Option<GuestEndpoints>,
 }
 
 /// Destination of a VM's connections to the host.

@@ -14,7 +14,7 @@ use crate::routing::name::Name;
 /// endpoints.names = vec!["web".parse()?];
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub struct GuestEndpoints {
     /// The secret that the agent in the guest has, too. With [`GuestKey::none`], every process of the guest that may bind
     /// a port below 1024, as containers may by default, can read and write all memory of the guest.

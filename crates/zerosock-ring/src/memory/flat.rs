@@ -206,7 +206,8 @@ impl FlatMapping {
 
 impl Drop for FlatMapping {
     fn drop(&mut self) {
-        let unmapper = self.memory.as_deref().and_then(Memory::unmapper);
+        let unmapper = self.memory.as_deref().map(Memory::mapping);
+        let unmapper = unmapper.and_then(|it| it.backing.first()?.unmapper());
         // All slices borrow `self`, so nothing in this process has an address in it any more.
         if let (Some(region), Some(unmapper)) = (self.region.take(), unmapper) {
             unmapper.unmap(region);

@@ -473,42 +473,20 @@ impl Memory {
     pub fn is_lost(&self) -> bool {
         match self.backing.first().and_then(Backing::registration) {
             Some(leader) => leader.is_lost(self.id),
-            None => self.is_parent_lost(),
+            // The mapping is that of another memory.
+            None => self.parent.as_ref().is_some_and(|it| it.is_lost()),
         }
     }
 
-    /// As [`is_lost`](Self::is_lost), for a memory without a mapping of its own.
-    fn is_parent_lost(&self) -> bool {
-        let parent = self.parent.as_ref();
-        parent.is_some_and(|parent| parent.is_lost())
-    }
-
-    /// What the mapping is passed to when nothing uses it any more.
-    fn unmapper(&self) -> Option<&Arc<dyn Unmapper>> {
-        match &self.parent {
-            Some(parent) => parent.unmapper(),
-            None => self.backing.first().and_then(Backing::unmapper),
-        }
+    /// The memory whose mapping this one keeps: itself, or for a memory of extents that at the end of its chain of parents.
+    pub fn mapping(&self) -> &Memory {
+        self.parent.as_ref().map_or(self, |parent| parent.mapping())
     }
 
     /// Bytes of all regions together.
     pub fn size(&self) -> u64 {
         let sum = |sum: u64, region: &Region| sum.saturating_add(region.len);
         self.regions.iter().fold(0, sum)
-    }
-
-    /// Bytes that stay mapped as long as this memory lives: its size, or for a memory of extents those of the
-    /// memory whose mapping it keeps.
-    pub fn kept_size(&self) -> u64 {
-        let parent = self.parent.as_ref();
-        parent.map_or_else(|| self.size(), |parent| parent.kept_size())
-    }
-
-    /// The [`id`](Self::id) of the memory whose mapping this one has: its own, or for a memory of extents that of the
-    /// memory whose mapping it keeps.
-    pub fn mapping_id(&self) -> u64 {
-        let parent = self.parent.as_ref();
-        parent.map_or(self.id, |parent| parent.mapping_id())
     }
 
     /// A number that no other memory of this process has or had.

@@ -242,7 +242,7 @@ impl ReloadHandler {
             configured.stage = VmStage::Leaving;
             let vm = configured.vm;
             self.registry.reserve(cid);
-            self.with_guests(frontends, |guests, cx| guests.begin_removal(cid, cx));
+            self.with_guests(frontends, |guests, cx| guests.set_options(cid, None, cx));
             frontends.close(vm, "it is not configured any more");
         }
     }

@@ -3,7 +3,6 @@
 //! Both go through the mailbox of the worker, so they keep their order, also with the devices that the control thread
 //! adds.
 
-use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,8 +14,8 @@ use zerosock_vhost_user::{DeviceCommand, DevicePort, DeviceReply, Reply};
 use zerosock_virtio::outbox::DeviceAddr;
 use zerosock_virtio::worker::WorkerPort;
 
-use super::guest_orders::{AttachmentKey, GuestAnswer, GuestEvent};
-use super::state::guests::{Attachment, End, Step, new_eventfd};
+use super::guest_orders::{AttachmentKey, GuestAnswer, GuestEvent, Step};
+use super::state::guests::{Attachment, new_eventfd};
 use super::state::sibling_message::SiblingMessage;
 use super::state::timers::Timer;
 use super::{Context, Device, WorkerMessage};
@@ -28,26 +27,16 @@ const RECHECK: Duration = Duration::from_millis(10);
 impl Device {
     /// Sends what is to be sent next to the devices of all endpoints, and reports attachments that are over.
     pub(super) fn drive_guests(&mut self, cx: &mut Context<'_>) {
-        self.drive_range(AttachmentKey(0)..=AttachmentKey(u64::MAX), cx);
-    }
-
-    /// As [`drive_guests`](Self::drive_guests), for one attachment.
-    pub(super) fn drive_guest(&mut self, key: AttachmentKey, cx: &mut Context<'_>) {
-        self.drive_range(key..=key, cx);
-    }
-
-    fn drive_range(&mut self, keys: RangeInclusive<AttachmentKey>, cx: &mut Context<'_>) {
         let (Some(guests), Some(worker)) = (&mut self.guests, &cx.shared.mailbox) else {
             return;
         };
         let may_run = guests.pause.allows();
         let number = self.addr.number;
         let mut over = Vec::new();
-        for (&key, attachment) in guests.attachments.range_mut(keys.clone()) {
+        for (&key, attachment) in &mut guests.attachments {
             while let Some(step) = attachment.next_step(may_run) {
                 let Some((device, command)) = attachment.command(step, &guests.threads) else {
-                    let (reason, at_once) = (Reason::SERVER_FAILED, false);
-                    attachment.end.get_or_insert(End { reason, at_once });
+                    attachment.end.get_or_insert(Reason::SERVER_FAILED);
                     continue;
                 };
                 attachment.begin(step);
@@ -65,12 +54,12 @@ impl Device {
                 port.submit(command, Reply::to(answer));
             }
             let end = attachment.end.filter(|_| attachment.is_over());
-            over.extend(end.map(|end| (key, end.reason)));
+            over.extend(end.map(|reason| (key, reason)));
         }
         for (key, reason) in over {
             self.remove_attachment(key, reason);
         }
-        self.set_guest_timer(keys, cx);
+        self.set_guest_timer(cx);
     }
 
     /// Removes an attachment that is over, and reports that.
@@ -87,11 +76,11 @@ impl Device {
     }
 
     /// Sets the timer for pages that are to be checked, and for attachments that end.
-    fn set_guest_timer(&mut self, keys: RangeInclusive<AttachmentKey>, cx: &Context<'_>) {
+    fn set_guest_timer(&mut self, cx: &Context<'_>) {
         let Some(guests) = &mut self.guests else {
             return;
         };
-        let mut attachments = guests.attachments.range(keys).map(|(_, it)| it);
+        let mut attachments = guests.attachments.values();
         let wait = match guests.pause.allows() && attachments.clone().any(Attachment::has_unchecked)
         {
             // In the next turn.
@@ -129,9 +118,9 @@ impl Device {
         match answered {
             Ok(true) => self.report_guest(GuestEvent::Started { key }),
             Ok(false) => {}
-            Err(reason) => return self.end_guest(key, reason, false, cx),
+            Err(reason) => return self.end_guest(key, reason, cx),
         }
-        self.drive_guest(key, cx);
+        self.drive_guests(cx);
     }
 }
 

@@ -18,7 +18,6 @@ use zerosock_sys::mailbox::Sender;
 use zerosock_vhost_user::DeviceReply;
 use zerosock_virtio::outbox::DeviceAddr;
 
-use super::state::guests::Step;
 use crate::registration::key::Nonce;
 use crate::registration::{Reason, Refusal, Start, Token};
 
@@ -68,6 +67,16 @@ pub(crate) enum GuestEvent {
     Ended { key: AttachmentKey, reason: Reason },
     /// The guest's driver starts anew. Sent at least once for each such event.
     Reset,
+}
+
+/// A command for the device of an endpoint.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Step {
+    SetFeatures,
+    SetMemory,
+    Start { index: u16, base: u16 },
+    Stop(u16),
+    Disconnect,
 }
 
 /// The answer of the device of a guest endpoint to a command.

@@ -18,9 +18,9 @@ use zerosock_virtio::queues::{Quiesced, Scope};
 use zerosock_virtio::worker::WorkerPort;
 
 use super::guest_commands::queue_config;
-use super::guest_orders::{AttachmentKey, GuestEvent, GuestOrder, GuestReports};
+use super::guest_orders::{AttachmentKey, GuestEvent, GuestOrder};
 use super::model::VsockModel;
-use super::state::guests::{Attachment, Checked, End, Guests};
+use super::state::guests::{Attachment, Guests};
 use super::state::queue_index::EVENT;
 use super::{Context, Device};
 use crate::registration::key::Nonce;
@@ -39,17 +39,15 @@ impl Device {
                 extents,
                 nonce,
                 token,
-            } => match self.begin_check(extents, nonce, token) {
-                Ok(attachment) => {
-                    if let Some(guests) = &mut self.guests {
-                        guests.attachments.insert(key, attachment);
-                    }
-                    self.drive_guest(key, cx);
+            } => match (self.begin_check(extents, nonce, token), &mut self.guests) {
+                (Ok(attachment), Some(guests)) => {
+                    guests.attachments.insert(key, attachment);
+                    self.drive_guests(cx);
                 }
-                Err(refusal) => self.report_guest(GuestEvent::Checked {
-                    key,
-                    result: Err(refusal),
-                }),
+                (result, _) => {
+                    let result = result.map(|_| ());
+                    self.report_guest(GuestEvent::Checked { key, result });
+                }
             },
             GuestOrder::Start { key, device, start } => {
                 let cid = self.cid;
@@ -57,13 +55,17 @@ impl Device {
                     return;
                 };
                 if let Err(reason) = check_start(&start, attachment.view.size(), cid) {
-                    return self.end_guest(key, reason, false, cx);
+                    return self.end_guest(key, reason, cx);
                 }
                 attachment.start = Some((device, start));
-                self.drive_guest(key, cx);
+                self.drive_guests(cx);
             }
-            GuestOrder::End { key, reason } => self.end_guest(key, reason, false, cx),
-            GuestOrder::Allow(reports) => self.allow_guests(reports),
+            GuestOrder::End { key, reason } => self.end_guest(key, reason, cx),
+            GuestOrder::Allow(reports) => match (&mut self.guests, reports) {
+                (Some(guests), reports) => guests.is_open = reports.is_some(),
+                (None, Some(reports)) => self.guests = Some(Box::new(Guests::new(reports))),
+                (None, None) => {}
+            },
         }
     }
 
@@ -72,15 +74,6 @@ impl Device {
         if let Some(guests) = &self.guests {
             // The control thread has ended otherwise.
             let _ = guests.reports.send((self.cid, event));
-        }
-    }
-
-    /// Opens the two ports, or closes them to new streams.
-    fn allow_guests(&mut self, reports: Option<GuestReports>) {
-        match (&mut self.guests, reports) {
-            (Some(guests), reports) => guests.is_open = reports.is_some(),
-            (None, Some(reports)) => self.guests = Some(Box::new(Guests::new(reports))),
-            (None, None) => {}
         }
     }
 
@@ -122,25 +115,18 @@ impl Device {
         }
     }
 
-    /// Ends an attachment. `at_once`: its queues need not be stopped one by one.
-    pub(super) fn end_guest(
-        &mut self,
-        key: AttachmentKey,
-        reason: Reason,
-        at_once: bool,
-        cx: &mut Context<'_>,
-    ) {
-        self.begin_end(key, End { reason, at_once }, cx);
-        self.drive_guest(key, cx);
+    /// Ends an attachment, after its queues were stopped one by one.
+    pub(super) fn end_guest(&mut self, key: AttachmentKey, reason: Reason, cx: &mut Context<'_>) {
+        self.begin_end(key, reason, cx);
+        self.drive_guests(cx);
     }
 
     /// Ends an attachment, for which the next command is still to be sent.
-    fn begin_end(&mut self, key: AttachmentKey, new: End, cx: &mut Context<'_>) {
+    fn begin_end(&mut self, key: AttachmentKey, reason: Reason, cx: &mut Context<'_>) {
         let Some(attachment) = self.attachment(key) else {
             return;
         };
-        let end = attachment.end.get_or_insert(new);
-        end.at_once |= new.at_once;
+        attachment.end.get_or_insert(reason);
         attachment.token = None;
         if let Some(doorbell) = attachment.take_doorbell(cx.poller) {
             self.bridges_with(cx).reset_bridge(doorbell);
@@ -152,7 +138,7 @@ impl Device {
         if let Some(attachment) = self.attachment(key)
             && attachment.take_doorbell(cx.poller).is_some()
         {
-            self.end_guest(key, Reason::DOORBELL_CLOSED, false, cx);
+            self.end_guest(key, Reason::DOORBELL_CLOSED, cx);
         }
     }
 
@@ -164,7 +150,7 @@ impl Device {
         match scope {
             Scope::Queue(index) => guests.pause.queue_stops(index),
             Scope::Memory => guests.pause.replaces_memory = true,
-            Scope::Reset => return self.end_all_guests(Reason::DEVICE_RESET, false, cx),
+            Scope::Reset => return self.end_all_guests(Reason::DEVICE_RESET, cx),
         }
         self.drive_guests(cx);
     }
@@ -191,7 +177,7 @@ impl Device {
             self.report_guest(GuestEvent::Reset);
         }
         if !goes_on {
-            return self.end_all_guests(Reason::DEVICE_RESET, true, cx);
+            return self.end_all_guests(Reason::DEVICE_RESET, cx);
         }
         if was_stopped {
             self.continue_guests(cx);
@@ -222,8 +208,7 @@ impl Device {
             is_elsewhere.then_some(*key)
         });
         for key in replaced.collect::<Vec<_>>() {
-            let (reason, at_once) = (Reason::MEMORY_CHANGED, true);
-            self.begin_end(key, End { reason, at_once }, cx);
+            self.begin_end(key, Reason::MEMORY_CHANGED, cx);
         }
         self.continue_guests(cx);
     }
@@ -236,19 +221,19 @@ impl Device {
             None => Reason::FRONTEND_GONE,
             Some(_) => Reason::DEVICE_RESET,
         };
-        self.end_all_guests(reason, true, cx);
+        let attachments = self.guests.iter_mut();
+        let attachments = attachments.flat_map(|it| it.attachments.values_mut());
+        attachments.for_each(|it| it.ends_at_once = true);
+        self.end_all_guests(reason, cx);
         let mut attachments = self.guests.iter().flat_map(|it| it.attachments.values());
         !attachments.any(|it| it.is_connected)
     }
 
-    fn end_all_guests(&mut self, reason: Reason, at_once: bool, cx: &mut Context<'_>) {
-        let new = End { reason, at_once };
-        // Those that end are told once more only if that is faster.
-        let is_new = |it: &Attachment| it.end.is_none_or(|end| at_once && !end.at_once);
+    fn end_all_guests(&mut self, reason: Reason, cx: &mut Context<'_>) {
         let attachments = self.guests.iter().flat_map(|it| &it.attachments);
-        let keys = attachments.filter_map(|(&key, it)| is_new(it).then_some(key));
+        let keys = attachments.filter_map(|(&key, it)| it.end.is_none().then_some(key));
         for key in keys.collect::<Vec<_>>() {
-            self.begin_end(key, new, cx);
+            self.begin_end(key, reason, cx);
         }
         self.drive_guests(cx);
     }
@@ -277,27 +262,29 @@ impl Device {
             return;
         }
         let mut budget = PAGES_PER_TURN;
-        let (mut right, mut wrong) = (Vec::new(), Vec::new());
-        let allows = guests.pause.allows();
-        let attachments = guests.attachments.iter_mut();
-        for (&key, it) in attachments.filter(|(_, it)| allows && it.has_unchecked()) {
-            match it.check_pages(&mut budget) {
-                Checked::Wrong(page) => wrong.push((key, it.is_accepted, page)),
-                Checked::All if !it.is_accepted => {
-                    it.is_accepted = true;
-                    right.push(key);
+        let keys: Vec<AttachmentKey> = match guests.pause.allows() {
+            true => guests.attachments.keys().copied().collect(),
+            false => Vec::new(),
+        };
+        for key in keys {
+            let attachment = self.attachment(key).filter(|it| it.has_unchecked());
+            let Some(attachment) = attachment else {
+                continue;
+            };
+            let was_accepted = attachment.is_accepted;
+            match attachment.check_pages(&mut budget) {
+                Ok(is_done) => {
+                    attachment.is_accepted |= is_done;
+                    if is_done && !was_accepted {
+                        let result = Ok(());
+                        self.report_guest(GuestEvent::Checked { key, result });
+                    }
                 }
-                Checked::All | Checked::More => {}
+                Err(page) => {
+                    let reason = self.page_is_wrong(was_accepted, page);
+                    self.begin_end(key, reason, cx);
+                }
             }
-        }
-        for key in right {
-            let result = Ok(());
-            self.report_guest(GuestEvent::Checked { key, result });
-        }
-        for (key, is_accepted, page) in wrong {
-            let reason = self.page_is_wrong(is_accepted, page);
-            let at_once = true;
-            self.begin_end(key, End { reason, at_once }, cx);
         }
         self.drive_guests(cx);
     }

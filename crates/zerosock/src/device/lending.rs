@@ -152,7 +152,7 @@ impl DeviceHalf<'_, '_> {
             .queues
             .memory
             .as_ref()
-            .map_or(0, |memory| memory.kept_size());
+            .map_or(0, |memory| memory.mapping().size());
         let few = device.app.old.alive() <= cx.shared.limits.old_memory.max(size.saturating_mul(2));
         if let Some(app) = cx.shared.app.as_deref_mut() {
             app.sockets.lease_copies(device.app.pool, !few);

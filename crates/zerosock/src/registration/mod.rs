@@ -151,11 +151,10 @@ impl From<Reason> for Refusal {
 impl From<ExtentError> for Refusal {
     fn from(error: ExtentError) -> Refusal {
         let (reason, index) = match error {
-            ExtentError::TooMany { .. } => (Reason::TOO_MANY_EXTENTS, 0),
-            ExtentError::Unaligned { index, .. } => (Reason::UNALIGNED, index),
-            ExtentError::Outside { index, .. } => (Reason::OUTSIDE, index),
-            ExtentError::Overlap { second, .. } => (Reason::OVERLAP, second),
-            ExtentError::ZeroLength { index } => (Reason::BAD_REQUEST, index),
+            ExtentError::TooMany => (Reason::TOO_MANY_EXTENTS, 0),
+            ExtentError::Unaligned(index) => (Reason::UNALIGNED, index),
+            ExtentError::Outside(index) => (Reason::OUTSIDE, index),
+            ExtentError::Overlap(index) => (Reason::OVERLAP, index),
             _ => (Reason::BAD_REQUEST, 0),
         };
         let index = u32::try_from(index).unwrap_or(u32::MAX);

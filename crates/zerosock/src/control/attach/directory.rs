@@ -52,8 +52,9 @@ pub(crate) struct GuestDirectory {
     /// By the number of the attachment.
     endpoints: Mutex<BTreeMap<u64, RegisteredEndpoint>>,
     registered: Counter,
-    page_failures: Counter,
-    refused: Counter,
+    /// Pages that have not shown their values.
+    pub(crate) page_failures: Counter,
+    pub(crate) refused: Counter,
 }
 
 impl GuestDirectory {
@@ -74,15 +75,6 @@ impl GuestDirectory {
 
     pub(crate) fn endpoints(&self) -> Vec<RegisteredEndpoint> {
         self.lock().values().cloned().collect()
-    }
-
-    /// Counts a page that has not shown its value.
-    pub(crate) fn count_failure(&self) {
-        self.page_failures.add(1);
-    }
-
-    pub(crate) fn count_refusal(&self) {
-        self.refused.add(1);
     }
 
     fn add_to(&self, sum: &mut Stats) {

@@ -125,24 +125,11 @@ pub enum WireError {
     /// Another major version.
     #[error("version {0} of the protocol, {VERSION} is spoken here")]
     Version(Version),
-    /// An operation that this side does not take.
-    #[error("unknown operation {0:#x}")]
-    Operation(u16),
-    /// A body longer than any of this operation.
-    #[error("operation {operation:#x} with {len} bytes, at most {most} are taken")]
-    TooLong {
-        /// The operation.
-        operation: u16,
-        /// Length of the body in bytes.
-        len: u32,
-        /// The largest length.
-        most: usize,
-    },
     /// The tag of a request is not that of its bytes, of its place, of this stream, or of this VM.
     #[error("the tag of the request is wrong")]
     Tag,
-    /// The body is not one of this operation.
-    #[error("operation {0:#x} with fields that it cannot have")]
+    /// An operation that this side does not take, or a body that is none of it.
+    #[error("operation {0:#x} is unknown, or has a length or fields that it cannot have")]
     Malformed(u16),
 }
 
@@ -410,18 +397,12 @@ fn header(
     else {
         return Ok(None);
     };
-    let most = most(operation).ok_or(WireError::Operation(operation))?;
-    if zero != 0 {
-        return Err(WireError::Malformed(operation));
-    }
-    match usize::try_from(len).ok().filter(|&len| len <= most) {
-        Some(len) => Ok(Some((operation, len))),
-        None => Err(WireError::TooLong {
-            operation,
-            len,
-            most,
-        }),
-    }
+    let malformed = WireError::Malformed(operation);
+    let most = most(operation).ok_or(malformed)?;
+    let len = usize::try_from(len)
+        .ok()
+        .filter(|&len| len <= most && zero == 0);
+    Ok(Some((operation, len.ok_or(malformed)?)))
 }
 
 /// Fields that follow each other. Each call takes the next one; `None`: the bytes have ended.

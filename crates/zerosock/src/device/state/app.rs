@@ -85,7 +85,7 @@ pub(in crate::device) struct OldMemory(Vec<(Weak<Memory>, u64, u64)>);
 
 impl OldMemory {
     pub(in crate::device) fn track(&mut self, memory: &Arc<Memory>) {
-        let (mapping, size) = (memory.mapping_id(), memory.kept_size());
+        let (mapping, size) = (memory.mapping().id(), memory.mapping().size());
         self.0.push((Arc::downgrade(memory), mapping, size));
         // Memories of extents can share a mapping, which counts once.
         self.0.sort_unstable_by_key(|&(_, mapping, _)| mapping);

@@ -24,7 +24,7 @@ use zerosock_virtio::poller::Poller;
 use zerosock_virtio::queues::Quiesced;
 
 use super::queue_index::{EVENT, RX};
-use crate::device::guest_orders::{AttachmentKey, GuestReports};
+use crate::device::guest_orders::{AttachmentKey, GuestReports, Step};
 use crate::registration::key::Nonce;
 use crate::registration::page_value::{PAGE, find_wrong_page};
 use crate::registration::{Reason, Refusal, Start, Token};
@@ -62,21 +62,13 @@ impl Guests {
         }
     }
 
-    /// The position of the first of these extents that has bytes of an attachment. They do not overlap each other.
+    /// The position of one of these extents that has bytes of an attachment. They do not overlap each other.
     pub(in crate::device) fn find_used(&self, extents: &[Extent]) -> Option<usize> {
-        let mut order: Vec<(Range<u64>, usize)> = (0..)
-            .zip(extents)
-            .map(|(index, extent)| (extent.addr..extent.addr + extent.len, index))
-            .collect();
-        order.sort_unstable_by_key(|(range, _)| range.start);
         let used = self.attachments.values().flat_map(|it| &it.extents);
-        let overlapped = used.flat_map(|used| {
-            let first = order.partition_point(|(range, _)| range.end <= used.addr);
-            let rest = order.get(first..).unwrap_or_default();
-            rest.iter()
-                .take_while(|(range, _)| range.start < used.addr + used.len)
-        });
-        overlapped.map(|(_, index)| *index).min()
+        let mut all: Vec<Extent> = used.copied().collect();
+        let others = all.len();
+        all.extend(extents);
+        Extent::find_overlap(&all)?.checked_sub(others)
     }
 
     /// Whether the pages of the endpoints are not used any more, as far as a command of the VMM needs it.
@@ -131,35 +123,6 @@ struct PageCheck {
     left: Range<u64>,
 }
 
-/// What the check of some pages has found.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(in crate::device) enum Checked {
-    /// There are more.
-    More,
-    /// The last ones were right.
-    All,
-    /// This page, counted through all extents, has another value.
-    Wrong(u64),
-}
-
-/// The end of an attachment.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(in crate::device) struct End {
-    pub(in crate::device) reason: Reason,
-    /// The device is disconnected at once, not after its queues were stopped one by one.
-    pub(in crate::device) at_once: bool,
-}
-
-/// A command for the device of an endpoint.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(in crate::device) enum Step {
-    SetFeatures,
-    SetMemory,
-    Start { index: u16, base: u16 },
-    Stop(u16),
-    Disconnect,
-}
-
 #[derive(Copy, Clone, Debug, Default)]
 struct QueueState {
     runs: bool,
@@ -198,7 +161,10 @@ pub(crate) struct Attachment {
     /// Its receive queue could not be stopped in order: a program may still write into a buffer of it.
     may_be_written: bool,
     pending: Option<Step>,
-    pub(in crate::device) end: Option<End>,
+    /// Why it ends.
+    pub(in crate::device) end: Option<Reason>,
+    /// It ends, and its device is disconnected before its queues have stopped one by one.
+    pub(in crate::device) ends_at_once: bool,
 }
 
 impl Attachment {
@@ -235,6 +201,7 @@ impl Attachment {
             may_be_written: false,
             pending: None,
             end: None,
+            ends_at_once: false,
         })
     }
 
@@ -243,17 +210,19 @@ impl Attachment {
         !self.check.left.is_empty() && self.end.is_none()
     }
 
-    /// Checks the next pages, at most `budget`, which is reduced by them.
-    pub(in crate::device) fn check_pages(&mut self, budget: &mut u64) -> Checked {
+    /// Checks the next pages, at most `budget`, which is reduced by them. Returns whether they were the last ones.
+    ///
+    /// # Errors
+    /// This page, counted through all extents, has another value.
+    pub(in crate::device) fn check_pages(&mut self, budget: &mut u64) -> Result<bool, u64> {
         let PageCheck { group, left } = &mut self.check;
         let to = left.end.min(left.start.saturating_add(*budget));
         *budget -= to - left.start;
         let pages = (left.start..to).map(|number| (number + 1) * *group - 1);
         left.start = to;
         match find_wrong_page(&self.view, &self.nonce, pages) {
-            Some(page) => Checked::Wrong(page),
-            None if left.is_empty() => Checked::All,
-            None => Checked::More,
+            Some(page) => Err(page),
+            None => Ok(left.is_empty()),
         }
     }
 
@@ -307,8 +276,7 @@ impl Attachment {
 
     /// The next command for its device. `may_run`: see [`Pause::allows`].
     pub(in crate::device) fn next_step(&self, may_run: bool) -> Option<Step> {
-        let at_once = self.end.is_some_and(|end| end.at_once);
-        if at_once && self.is_connected && self.pending != Some(Step::Disconnect) {
+        if self.ends_at_once && self.is_connected && self.pending != Some(Step::Disconnect) {
             return Some(Step::Disconnect);
         }
         if self.start.is_none() || self.pending.is_some() {

@@ -61,10 +61,6 @@ const fn start(index: u16, base: u16) -> Step {
     Step::Start { index, base }
 }
 
-fn end(reason: Reason, at_once: bool) -> Option<End> {
-    Some(End { reason, at_once })
-}
-
 #[test]
 fn commands_have_the_order_of_a_front_end() {
     let mut it = attachment();
@@ -89,7 +85,7 @@ fn commands_have_the_order_of_a_front_end() {
     assert_eq!(run(&mut it, true), []);
     it.check.left = 0..0;
     assert_eq!(run(&mut it, true), starts);
-    it.end = end(Reason::REQUESTED, false);
+    it.end = Some(Reason::REQUESTED);
     assert!(!it.is_over());
     let mut steps = stops.to_vec();
     steps.push(Step::Disconnect);
@@ -102,7 +98,7 @@ fn a_disconnect_at_once_overtakes_and_other_answers_are_ignored() {
     let mut it = attachment();
     run(&mut it, true);
     it.begin(Step::Stop(RX));
-    it.end = end(Reason::DEVICE_RESET, true);
+    (it.end, it.ends_at_once) = (Some(Reason::DEVICE_RESET), true);
     assert_eq!(it.next_step(true), Some(Step::Disconnect));
     it.begin(Step::Disconnect);
     assert_eq!(it.next_step(true), None);
@@ -130,7 +126,7 @@ fn a_program_that_writes_delays_the_vm_and_one_that_reads_does_not() {
             it.answered(step, &reply) == Err(Reason::NOT_STOPPED)
         });
         assert_eq!(stopped, Some(queue));
-        it.end = end(Reason::NOT_STOPPED, false);
+        it.end = Some(Reason::NOT_STOPPED);
         run(&mut it, false);
         assert!(it.is_at_rest() && !it.is_over());
         let mut guests = Guests::new(reports());
@@ -173,7 +169,7 @@ fn extents_of_others_are_found_wherever_they_overlap() {
         (vec![extent(0, 10), extent(20, 80), extent(150, 150)], None),
         (vec![extent(301, 10), extent(0, 11)], Some(1)),
         (vec![extent(20, 81), extent(0, 5)], Some(0)),
-        (vec![extent(0, 1), extent(120, 1), extent(5, 10)], Some(1)),
+        (vec![extent(0, 1), extent(120, 1), extent(5, 10)], Some(2)),
         (vec![extent(0, 400)], Some(0)),
         (vec![extent(149, 10), extent(299, 2)], Some(0)),
         (vec![], None),

@@ -166,7 +166,7 @@ impl GuestServer {
         if is_failure && let Some(state) = self.vms.get_mut(&vm) {
             state.failures += 1;
             state.next_check = Some(until);
-            self.directory.guests.count_failure();
+            self.directory.guests.page_failures.add(1);
             let failures = state.failures;
             tracing::warn!(
                 %vm, failures,

@@ -120,15 +120,6 @@ impl GuestServer {
         }
     }
 
-    /// The VM is not configured any more, and its front-end is being disconnected.
-    pub(crate) fn begin_removal(&mut self, vm: Cid, cx: &mut ControlContext<'_>) {
-        if let Some(state) = self.vms.get_mut(&vm) {
-            state.share.options = None;
-        }
-        self.end_streams(vm, |state| state == StreamState::New);
-        self.end_attachments(vm, cx);
-    }
-
     /// Whether the device of a VM may still use pages of an endpoint.
     pub(crate) fn has_attachments(&self, vm: Cid) -> bool {
         self.attachments.values().any(|it| it.vm == vm)

@@ -250,7 +250,7 @@ impl GuestServer {
     }
 
     pub(super) fn count_refusal(&self, vm: Cid, refusal: Refusal) {
-        self.directory.guests.count_refusal();
+        self.directory.guests.refused.add(1);
         let Refusal { reason, index } = refusal;
         let text = format!("an agent is refused: {reason} (extent {index})");
         self.warn(vm, &text);

@@ -93,6 +93,7 @@ fn endpoints_end_with_their_vm() {
         ..Reload::default()
     });
     assert_eq!(lab.last_answer(&mut silent), refused(Reason::REMOVED));
+    assert!(matches!(lab.order(), GuestOrder::Allow(None)));
     assert!(matches!(lab.order(), GuestOrder::End { key: first, .. } if first == key));
     assert_eq!(lab.end_ordered(second), Reason::REMOVED);
     // Something still has the pages of the first: its agent hears nothing, and the VM's device stays to look at them.

@@ -25,8 +25,11 @@ pub enum PinError {
     )]
     NoIoUring(io::Error),
     /// Pages cannot be registered: ENOMEM above RLIMIT_MEMLOCK without CAP_IPC_LOCK, EFAULT if the file has become
-    /// shorter.
-    #[error("cannot pin pages: {0}")]
+    /// shorter. Both, if pages lie in a movable zone, which a pin moves them out of, and there are no other free ones.
+    #[error(
+        "cannot pin pages: {0}; memory that was added at run time or can be removed has huge pages that cannot be \
+         pinned: online it as `online_kernel`, or make more huge pages"
+    )]
     Register(io::Error),
 }
 

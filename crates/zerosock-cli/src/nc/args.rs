@@ -106,7 +106,8 @@ Endpoints:
           --seqpacket, through the --uds-path-seqpacket of `zerosock serve`
   attach:PATH:CID:PORT, attach-listen:PATH:PORT
           the same as a process with a CID of its own, at the --attach-socket PATH of
-          `zerosock serve`; the CID may be the name of another process
+          `zerosock serve`, or in a guest at the --socket PATH of `zerosock guest`; the CID
+          may be the name of another process, except in a guest
   service:PATH:CID:PORT, service-listen:PATH:PORT
           the same as the host, CID 2: claims PORT there and accepts one connection,
           or connects to a guest or process (with --dgram from PORT, which it claims)

@@ -69,7 +69,7 @@ pub(crate) struct PerfArgs {
     #[arg(short, long, value_parser = number::port, value_name = "PORT", default_value = "1234")]
     pub(super) port: Port,
 
-    /// Attach at this attach socket of `zerosock serve`, with any free CID
+    /// Attach at this attach socket of `zerosock serve`, in a guest of `zerosock guest`, with any free CID
     #[arg(long, value_name = "SOCKET", help_heading = "Where")]
     pub(super) attach: Option<PathBuf>,
 

@@ -160,7 +160,8 @@ pub(super) fn dequeue(
     let failed = |error| report::not_connected(client.peer, &error);
     let stream = open.connect(client.peer).map_err(failed)?;
     let mut checker = ByteChecker::new(client.check_mode);
-    let counted = receive::on_stream(&stream, client, buffer, &mut checker)?;
+    let counted = receive::on_stream(&stream, client, buffer, &mut checker);
+    let counted = counted.map_err(|error| report::interrupted(error, open.stats()))?;
     report::client(client.mode, &counted, Some(open.stats())).print(output);
     drop(stream);
     open.linger()

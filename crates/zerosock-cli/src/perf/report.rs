@@ -142,6 +142,19 @@ pub(super) fn not_connected(peer: Address, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), text)
 }
 
+/// The error of a client whose transfer has ended early. Its own endpoint may have reset the connection.
+pub(super) fn interrupted(error: io::Error, stats: EndpointStats) -> io::Error {
+    let copies = stats.copied_aside;
+    if error.kind() != io::ErrorKind::ConnectionReset || copies == 0 {
+        return error;
+    }
+    let text = format!(
+        "{error}, or this endpoint has: {copies} bytes were not read in time and became copies, which are limited; \
+         a lower -v has fewer bytes unread"
+    );
+    io::Error::new(error.kind(), text)
+}
+
 fn rate(bytes: u64, time: Duration) -> f64 {
     let seconds = time.as_secs_f64();
     if seconds > 0.0 {

@@ -43,3 +43,22 @@ fn a_reset_is_not_taken_for_a_missing_listener() {
     );
     assert!(!text(io::ErrorKind::TimedOut).contains("listener"));
 }
+
+#[test]
+fn a_reset_after_copies_names_the_credit() {
+    let text = |kind: io::ErrorKind, copied_aside| {
+        let mut stats = EndpointStats::default();
+        stats.copied_aside = copied_aside;
+        interrupted(kind.into(), stats).to_string()
+    };
+    let reset = text(io::ErrorKind::ConnectionReset, 7);
+    assert!(reset.contains("7 bytes were not read in time"), "{reset}");
+    assert!(reset.contains("a lower -v"), "{reset}");
+    for (kind, copied_aside) in [
+        (io::ErrorKind::ConnectionReset, 0),
+        (io::ErrorKind::BrokenPipe, 7),
+    ] {
+        let other = text(kind, copied_aside);
+        assert!(!other.contains("-v"), "{other}");
+    }
+}

@@ -31,7 +31,7 @@ fn remedy(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::PermissionDenied => {
             " (this user may not write to it, or not enter its directory; --attach-mode and --socket-group \
-             of `zerosock serve` permit it)"
+             of `zerosock serve` permit it, in a guest --socket-mode and --socket-group of `zerosock guest`)"
         }
         _ => "",
     }
@@ -108,8 +108,11 @@ pub enum AttachError {
     /// The server rejected the request as malformed.
     #[error("the server rejects the request as malformed")]
     BadRequest,
-    /// The server's limit of processes, services, claims or requests is reached.
-    #[error("the server's limit of processes, services or claims is reached")]
+    /// The server's limit of processes, services, claims or requests is reached; in a guest, it may be that of memory.
+    #[error(
+        "the server's limit of processes, services or claims is reached; or, in a guest, too few huge pages are free: \
+         the log of `zerosock guest` has the number"
+    )]
     Full,
     /// No attached process has the name.
     #[error("no attached process has the name {0}")]

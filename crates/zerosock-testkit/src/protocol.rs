@@ -88,6 +88,27 @@ pub enum Keys {
     Never,
 }
 
+/// What the agent does with patterns in the memory of its guest. Results are in `text`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum PatternStep {
+    /// Fills all free memory: bytes that were filled, and pages of former endpoints among them.
+    Fill {
+        /// Address and length of the extents that former endpoints had.
+        former: Vec<(u64, u64)>,
+        /// Huge pages to leave for the endpoints of this boot.
+        huge_pages: u64,
+        /// Of the pattern.
+        seed: u64,
+    },
+    /// Describes the first byte that has changed; nothing if none has.
+    Check,
+    /// The extents of the files of endpoints, one a line.
+    Locate {
+        /// The mount of hugetlbfs with the files.
+        dir: String,
+    },
+}
+
 /// One step.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Command {
@@ -200,6 +221,8 @@ pub enum Command {
         /// Program and arguments.
         argv: Vec<String>,
     },
+    /// A step with patterns in memory.
+    Patterns(PatternStep),
     /// Reboots at once.
     Reboot,
     /// Powers off at once.

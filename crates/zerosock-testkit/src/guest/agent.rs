@@ -18,6 +18,7 @@ use zerosock_sys::vsock;
 
 use super::calls::{self, Made};
 use super::owned;
+use super::patterns::{self, Patterns};
 use super::stream::{self, elapsed, errno_name};
 use crate::calls::Call;
 use crate::protocol::{
@@ -31,6 +32,7 @@ struct Agent {
     line: Mutex<File>,
     sockets: Mutex<Table>,
     kept: Mutex<Arc<Vec<u8>>>,
+    patterns: Mutex<Option<Patterns>>,
 }
 
 #[derive(Default)]
@@ -53,6 +55,7 @@ pub(super) fn run(tty: &Path) -> io::Result<()> {
         line: Mutex::new(line),
         sockets: Mutex::default(),
         kept: Mutex::default(),
+        patterns: Mutex::default(),
     });
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease")?
         .trim()
@@ -192,6 +195,13 @@ impl Agent {
             Command::Call(call) => self.call(&call),
             Command::Run { argv } => program(&argv),
             Command::Start { argv } => start_program(&argv),
+            Command::Patterns(step) => {
+                let text = patterns::run(&step, &mut locked(&self.patterns));
+                Ok(Outcome {
+                    text: Some(text.map_err(|error| format!("{step:?}: {error}"))?),
+                    ..Outcome::default()
+                })
+            }
             Command::Reboot => program(&["/bin/busybox".into(), "reboot".into(), "-f".into()]),
             Command::PowerOff => program(&["/bin/busybox".into(), "poweroff".into(), "-f".into()]),
         };

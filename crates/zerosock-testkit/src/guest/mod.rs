@@ -7,8 +7,10 @@ mod forward;
 pub mod leases;
 mod owned;
 mod pages;
+mod patterns;
 mod sockmap;
 mod stream;
+pub mod traffic;
 mod vsock_calls;
 mod xstate;
 
@@ -42,6 +44,8 @@ enum Command {
     Attach(attach::Options),
     /// Receives in leases and sends in loans, on pages of this guest
     Leases(leases::Options),
+    /// Exchanges bytes with the host without end, on pages of this guest
+    Traffic(traffic::Options),
     /// Takes, pins and frees huge pages of this guest
     #[command(subcommand)]
     Pages(pages::Step),
@@ -85,6 +89,7 @@ pub fn main() -> ExitCode {
         Command::Sockmap(options) => sockmap::run(&options),
         Command::Attach(options) => attach::run(&options),
         Command::Leases(options) => leases::run(&options),
+        Command::Traffic(options) => traffic::run(&options),
         Command::Pages(step) => pages::run(step),
         Command::Unprivileged { uid, argv } => Err(become_program(&argv, uid)),
         Command::WithoutSysAdmin { argv } => {

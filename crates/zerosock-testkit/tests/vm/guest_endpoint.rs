@@ -43,7 +43,7 @@ const CLIENTS: usize = 4;
 const PART: usize = 1;
 
 /// A daemon that lets its VM have endpoints.
-fn start_daemon(endpoint: &Endpoint, key: &Path, attach: &Path) -> Device {
+pub(crate) fn start_daemon(endpoint: &Endpoint, key: &Path, attach: &Path) -> Device {
     let path = |path: &Path| path.as_os_str().to_owned();
     let mut arguments: Vec<_> = ["serve", "--guest-cid", "3", "--socket"]
         .map(Into::into)

@@ -10,6 +10,7 @@ use std::time::Instant;
 use tempfile::TempDir;
 use zerosock::guest::key::Nonce;
 use zerosock::guest::page_value::{PAGE, find_wrong_page};
+use zerosock_cli::vm::cache::Cache;
 use zerosock_cli::vm::initramfs::Builder;
 use zerosock_cli::vm::qemu;
 use zerosock_ring::{Extent, Memory, RegionConfig};
@@ -43,21 +44,57 @@ const ALL_PAGES: u64 = 8;
 pub(crate) struct Machine {
     pub(crate) guest: Guest,
     pub(crate) memory: PathBuf,
+    pub(crate) kernel: PathBuf,
+    pub(crate) initramfs: PathBuf,
     _dir: TempDir,
+}
+
+/// What a guest has besides a vsock device.
+pub(crate) struct Extras<'e> {
+    /// Bytes of memory.
+    pub(crate) memory: u64,
+    /// Processors.
+    pub(crate) cpus: u32,
+    /// Arguments of QEMU.
+    pub(crate) arguments: Vec<String>,
+    /// Whether a reboot does not end it.
+    pub(crate) reboots: bool,
+    /// Adds programs.
+    pub(crate) add: Option<&'e dyn Fn(&Cache, &mut Builder)>,
+}
+
+impl Default for Extras<'_> {
+    fn default() -> Self {
+        Extras {
+            memory: MEMORY,
+            cpus: 1,
+            arguments: Vec::new(),
+            reboots: false,
+            add: None,
+        }
+    }
 }
 
 impl Machine {
     /// With a vsock device, if a vhost-user socket of one is given.
     pub(crate) fn boot(release: &str, vsock: Option<&Path>) -> Result<Machine, Skipped> {
-        Machine::with_memory(release, vsock, MEMORY)
+        Machine::boot_with(release, vsock, Extras::default())
     }
 
     /// With memory above 4 GiB.
     pub(crate) fn boot_large(release: &str, vsock: &Path) -> Result<Machine, Skipped> {
-        Machine::with_memory(release, Some(vsock), LARGE)
+        let extras = Extras {
+            memory: LARGE,
+            ..Extras::default()
+        };
+        Machine::boot_with(release, Some(vsock), extras)
     }
 
-    fn with_memory(release: &str, vsock: Option<&Path>, memory: u64) -> Result<Machine, Skipped> {
+    pub(crate) fn boot_with(
+        release: &str,
+        vsock: Option<&Path>,
+        extras: Extras<'_>,
+    ) -> Result<Machine, Skipped> {
         let kernel = kernels::debian(release)?;
         // Shared memory, as that of a VM with devices over vhost-user.
         let dir = tempfile::Builder::new().prefix("zs").tempdir_in("/dev/shm");
@@ -65,8 +102,12 @@ impl Machine {
         let initramfs = dir.path().join("initramfs");
         let agent = agent(qemu::TTY);
         let image = Builder::new(&cache(), &kernel, &guest_program(), &agent, &[]);
-        std::fs::write(&initramfs, image.expect("an initramfs").finish()).expect("a file");
-        let mib = memory >> 20;
+        let mut image = image.expect("an initramfs");
+        if let Some(add) = extras.add {
+            add(&cache(), &mut image);
+        }
+        std::fs::write(&initramfs, image.finish()).expect("a file");
+        let mib = extras.memory >> 20;
         let memory = dir.path().join("memory");
         let object = format!(
             "memory-backend-file,id=mem,size={mib}M,mem-path={},share=on",
@@ -81,13 +122,14 @@ impl Machine {
             let device = format!("{},chardev=device", qemu::VSOCK);
             machine.extend(["-chardev".to_owned(), chardev, "-device".to_owned(), device]);
         }
+        machine.extend(extras.arguments);
         let guest = Guest::boot(qemu::Config {
             kernel: &kernel,
             initramfs: &initramfs,
-            cpus: 1,
+            cpus: extras.cpus,
             machine,
             dir: dir.path(),
-            reboots: false,
+            reboots: extras.reboots,
             accel: accel(),
             zerosock: zerosock(),
             echo: echo("guest"),
@@ -95,6 +137,8 @@ impl Machine {
         Ok(Machine {
             guest: guest.expect("a guest"),
             memory,
+            kernel: kernel.image,
+            initramfs,
             _dir: dir,
         })
     }

@@ -9,6 +9,7 @@
 //! - `ZEROSOCK_GUEST`: the program taken into the guest (a release build is much faster),
 //! - `ZEROSOCK_ACCEL`: `kvm` or `tcg`, instead of trying,
 //! - `ZEROSOCK_TEST_JOBS`: groups at once, instead of 2,
+//! - `ZEROSOCK_GUEST_REBOOTS`: reboots of a guest with endpoints, instead of one of each kind,
 //! - `ZEROSOCK_ECHO=1`: shows what device and guests print.
 
 #[path = "../behaviour/mod.rs"]
@@ -21,9 +22,11 @@ mod guest_copies;
 mod guest_direct;
 mod guest_endpoint;
 mod guest_pages;
+mod guest_reboots;
 mod jobs;
 mod kernels;
 mod lab;
+mod monitor;
 mod net;
 mod net_interface;
 mod net_migration;
@@ -66,6 +69,7 @@ const ALONE: &[(&str, &[(&str, Alone)])] = &[
     ("guest_agent", guest_agent::ALL),
     ("guest_endpoint", guest_endpoint::ALL),
     ("guest_copies", guest_copies::ALL),
+    ("guest_reboots", guest_reboots::ALL),
 ];
 
 /// The tests of a lab.
@@ -248,10 +252,11 @@ fn attempt(name: &str, results: &mut Results, run: impl FnOnce() + Send + 'stati
     thread::spawn(move || {
         let _ = sender.send(catch_unwind(AssertUnwindSafe(run)).is_ok());
     });
-    let passed = match done.recv_timeout(DEADLINE) {
+    let deadline = DEADLINE.max(guest_reboots::limit());
+    let passed = match done.recv_timeout(deadline) {
         Ok(passed) => passed,
         Err(RecvTimeoutError::Timeout) => {
-            println!("{name}: no end within {} s", DEADLINE.as_secs());
+            println!("{name}: no end within {} s", deadline.as_secs());
             false
         }
         Err(RecvTimeoutError::Disconnected) => false,

@@ -27,6 +27,7 @@ use zerosock_testkit::protocol::Command;
 use zerosock_testkit::remote::{Remote, agent};
 
 use crate::lab::{STEP, Skipped, cache, echo, guest_program, short_dir, zerosock};
+use crate::monitor::Monitor;
 use crate::net::lab::{Daemon, ip, isolate, needs_ethtool, run, try_run};
 use crate::{Alone, kernels};
 
@@ -315,37 +316,7 @@ impl Machine {
     }
 }
 
-/// QEMU's monitor protocol.
-struct Monitor(BufReader<UnixStream>);
-
 impl Monitor {
-    fn new(stream: UnixStream) -> Monitor {
-        stream.set_read_timeout(Some(STEP)).expect("a deadline");
-        let mut monitor = Monitor(BufReader::new(stream));
-        monitor.ask("qmp_capabilities", json!({}));
-        monitor
-    }
-
-    /// Runs a command, which must succeed.
-    #[track_caller]
-    fn ask(&mut self, command: &str, arguments: Value) -> Value {
-        let request = json!({"execute": command, "arguments": arguments});
-        let stream = self.0.get_mut();
-        stream
-            .write_all(request.to_string().as_bytes())
-            .expect("written");
-        loop {
-            let mut line = String::new();
-            self.0.read_line(&mut line).expect("an answer of QEMU");
-            let mut answer: Value = serde_json::from_str(&line).expect("JSON");
-            assert!(answer.get("error").is_none(), "{command}: {line}");
-            // Others are the greeting and events.
-            if let Some(result) = answer.get_mut("return") {
-                return result.take();
-            }
-        }
-    }
-
     /// Moves the guest to the machine that listens at `path`.
     fn migrate(&mut self, path: &Path) {
         self.ask("migrate-set-parameters", json!({"downtime-limit": 1000}));

@@ -4,6 +4,7 @@ mod agent;
 mod attach;
 mod calls;
 mod forward;
+mod kexec;
 pub mod leases;
 mod owned;
 mod pages;
@@ -42,6 +43,9 @@ enum Command {
     Sockmap(sockmap::Options),
     /// Attaches at the socket of `zerosock guest`
     Attach(attach::Options),
+    /// Starts another kernel
+    #[command(subcommand)]
+    Kexec(kexec::Step),
     /// Receives in leases and sends in loans, on pages of this guest
     Leases(leases::Options),
     /// Exchanges bytes with the host without end, on pages of this guest
@@ -88,6 +92,7 @@ pub fn main() -> ExitCode {
         Command::Forward => forward::run(),
         Command::Sockmap(options) => sockmap::run(&options),
         Command::Attach(options) => attach::run(&options),
+        Command::Kexec(step) => kexec::run(&step),
         Command::Leases(options) => leases::run(&options),
         Command::Traffic(options) => traffic::run(&options),
         Command::Pages(step) => pages::run(step),

@@ -10,7 +10,6 @@ use std::time::Instant;
 use tempfile::TempDir;
 use zerosock::guest::key::Nonce;
 use zerosock::guest::page_value::{PAGE, find_wrong_page};
-use zerosock_cli::vm::cache::Cache;
 use zerosock_cli::vm::initramfs::Builder;
 use zerosock_cli::vm::qemu;
 use zerosock_ring::{Extent, Memory, RegionConfig};
@@ -44,13 +43,15 @@ const ALL_PAGES: u64 = 8;
 pub(crate) struct Machine {
     pub(crate) guest: Guest,
     pub(crate) memory: PathBuf,
+    /// Bytes of the memory.
+    size: u64,
     pub(crate) kernel: PathBuf,
     pub(crate) initramfs: PathBuf,
     _dir: TempDir,
 }
 
 /// What a guest has besides a vsock device.
-pub(crate) struct Extras<'e> {
+pub(crate) struct Extras {
     /// Bytes of memory.
     pub(crate) memory: u64,
     /// Processors.
@@ -59,18 +60,15 @@ pub(crate) struct Extras<'e> {
     pub(crate) arguments: Vec<String>,
     /// Whether a reboot does not end it.
     pub(crate) reboots: bool,
-    /// Adds programs.
-    pub(crate) add: Option<&'e dyn Fn(&Cache, &mut Builder)>,
 }
 
-impl Default for Extras<'_> {
-    fn default() -> Self {
+impl Default for Extras {
+    fn default() -> Extras {
         Extras {
             memory: MEMORY,
             cpus: 1,
             arguments: Vec::new(),
             reboots: false,
-            add: None,
         }
     }
 }
@@ -93,7 +91,7 @@ impl Machine {
     pub(crate) fn boot_with(
         release: &str,
         vsock: Option<&Path>,
-        extras: Extras<'_>,
+        extras: Extras,
     ) -> Result<Machine, Skipped> {
         let kernel = kernels::debian(release)?;
         // Shared memory, as that of a VM with devices over vhost-user.
@@ -102,13 +100,9 @@ impl Machine {
         let initramfs = dir.path().join("initramfs");
         let agent = agent(qemu::TTY);
         let image = Builder::new(&cache(), &kernel, &guest_program(), &agent, &[]);
-        let mut image = image.expect("an initramfs");
-        if let Some(add) = extras.add {
-            add(&cache(), &mut image);
-        }
-        std::fs::write(&initramfs, image.finish()).expect("a file");
-        let mib = extras.memory >> 20;
+        std::fs::write(&initramfs, image.expect("an initramfs").finish()).expect("a file");
         let memory = dir.path().join("memory");
+        let mib = extras.memory >> 20;
         let object = format!(
             "memory-backend-file,id=mem,size={mib}M,mem-path={},share=on",
             memory.display()
@@ -137,6 +131,7 @@ impl Machine {
         Ok(Machine {
             guest: guest.expect("a guest"),
             memory,
+            size: extras.memory,
             kernel: kernel.image,
             initramfs,
             _dir: dir,
@@ -170,21 +165,17 @@ impl Machine {
 
     /// The extents as the host sees them, in the order in which the guest has named them.
     pub(crate) fn view(&self, extents: &[Extent]) -> Memory {
-        view(&self.memory, extents)
+        let all = RegionConfig {
+            guest_addr: 0,
+            user_addr: 0,
+            len: self.size,
+            fd_offset: 0,
+        };
+        let file = File::options().read(true).write(true).open(&self.memory);
+        let memory = Memory::map(vec![(file.expect("the guest's memory"), all)]);
+        let memory = Arc::new(memory.expect("a mapping"));
+        Memory::of_extents(&memory, extents).expect("extents in the guest's memory")
     }
-}
-
-fn view(memory: &Path, extents: &[Extent]) -> Memory {
-    let all = RegionConfig {
-        guest_addr: 0,
-        user_addr: 0,
-        len: MEMORY,
-        fd_offset: 0,
-    };
-    let file = File::options().read(true).write(true).open(memory);
-    let memory = Memory::map(vec![(file.expect("the guest's memory"), all)]);
-    let memory = Arc::new(memory.expect("a mapping"));
-    Memory::of_extents(&memory, extents).expect("extents in the guest's memory")
 }
 
 fn parse(text: &str) -> Vec<Extent> {

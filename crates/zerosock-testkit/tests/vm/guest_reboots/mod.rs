@@ -10,20 +10,17 @@ use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use tempfile::TempDir;
-use zerosock_cli::vm::cache::Cache;
 use zerosock_cli::vm::hybrid;
-use zerosock_cli::vm::initramfs::Builder;
 use zerosock_ring::{Extent, Memory};
 use zerosock_testkit::device::{Device, Endpoint};
 use zerosock_testkit::guest::NAME;
-use zerosock_testkit::packages::add_program;
 use zerosock_testkit::protocol::{Command, PatternStep};
 
 use crate::Alone;
@@ -46,8 +43,10 @@ const KERNEL_PORT: u32 = 4323;
 const INITRAMFS_PORT: u32 = 4324;
 /// Programs in the guest, each with an endpoint.
 const CLIENTS: usize = 2;
-/// Huge pages of their endpoints: nine each.
-const HUGE_PAGES: u64 = 18;
+/// Huge pages of their endpoints: eleven each.
+const HUGE_PAGES: u64 = 22;
+/// Of the guest: enough for its files twice, and for the kernel's copies of those that it is to start.
+const MEMORY: u64 = 512 << 20;
 /// Bytes each way on each connection before the next step.
 const TRAFFIC: u64 = 1 << 20;
 /// A boot, on a busy machine.
@@ -133,11 +132,6 @@ fn wait_for<T>(lab: &Lab, what: &str, mut look: impl FnMut() -> Option<T>) -> T 
     }
 }
 
-fn add_kexec(cache: &Cache, image: &mut Builder) -> Result<(), String> {
-    let packages = ["kexec-tools", "liblzma5", "zlib1g"];
-    add_program(cache, image, &packages, "sbin/kexec", "bin/kexec")
-}
-
 /// Sends the file to each program that connects.
 fn serve_file(uds: &Path, port: u32, file: &Path) {
     let listener = hybrid::listen(uds, port).expect("a port of the host");
@@ -150,7 +144,7 @@ fn serve_file(uds: &Path, port: u32, file: &Path) {
 }
 
 impl Lab {
-    fn start(release: &str) -> Result<(Lab, Result<(), String>), Skipped> {
+    fn start(release: &str) -> Result<Lab, Skipped> {
         let dir = short_dir();
         let endpoint = Endpoint::new(dir.path(), 3);
         let key = dir.path().join("key");
@@ -161,17 +155,17 @@ impl Lab {
         let device = start_daemon(&endpoint, &key, &dir.path().join("attach"));
         let monitor = dir.path().join("monitor");
         let monitors = UnixListener::bind(&monitor).expect("a listener");
-        let has_kexec = Mutex::new(Ok(()));
-        let add = |cache: &Cache, image: &mut Builder| {
-            *has_kexec.lock().unwrap_or_else(PoisonError::into_inner) = add_kexec(cache, image);
-        };
         let extras = Extras {
             arguments: ["-qmp".into(), format!("unix:{}", monitor.display())].into(),
+            memory: MEMORY,
             reboots: true,
-            add: Some(&add),
         };
         let machine = Machine::boot_with(release, Some(&endpoint.vhost), extras)?;
-        let monitor = hybrid::accept(&monitors, STEP).expect("a monitor");
+        // A QEMU that could not use KVM has connected before.
+        monitors.set_nonblocking(true).expect("a mode");
+        let monitor = monitors.incoming().map_while(Result::ok).last();
+        let monitor = monitor.expect("a monitor");
+        monitor.set_nonblocking(false).expect("a mode");
         serve_file(&endpoint.uds, KERNEL_PORT, &machine.kernel);
         serve_file(&endpoint.uds, INITRAMFS_PORT, &machine.initramfs);
         let mut lab = Lab {
@@ -187,8 +181,11 @@ impl Lab {
             filled: 0,
             _dir: dir,
         };
-        lab.at_start = Some(lab.resources());
-        Ok((lab, has_kexec.into_inner().expect("a lock")))
+        let mut at_start = lab.resources();
+        // From its first endpoint on, a VM has an eventfd for all.
+        at_start.descriptors += 1;
+        lab.at_start = Some(at_start);
+        Ok(lab)
     }
 
     fn patterns(&self, step: PatternStep) -> String {
@@ -213,7 +210,7 @@ impl Lab {
             let script = format!(
                 "cd /tmp; /bin/zerosock nc vsock:2:{KERNEL_PORT} < /dev/null > kernel && \
                  /bin/zerosock nc vsock:2:{INITRAMFS_PORT} < /dev/null > initramfs && \
-                 /bin/kexec -l kernel --initrd=initramfs --reuse-cmdline && rm kernel initramfs"
+                 /bin/zerosock {NAME} kexec load kernel initramfs && rm kernel initramfs"
             );
             assert_eq!(self.machine.shell(&script), "");
         }
@@ -306,7 +303,8 @@ impl Lab {
                 drop(self.machine.guest.remote.start(Command::Run { argv }));
             }
             Way::Kexec => {
-                let argv = ["/bin/kexec", "-e"].map(str::to_owned).into();
+                let argv = ["/bin/zerosock", NAME, "kexec", "start"];
+                let argv = argv.map(str::to_owned).into();
                 drop(self.machine.guest.remote.start(Command::Run { argv }));
             }
             Way::SystemReset => drop(self.monitor.ask("system_reset", json!({}))),
@@ -434,14 +432,9 @@ fn assert_same(before: &[u8], after: &[u8], what: &str) {
 }
 
 fn reboots(release: &str) -> Result<(), Skipped> {
-    let (mut lab, kexec) = Lab::start(release)?;
-    let mut ways = WAYS.to_vec();
-    if let Err(reason) = kexec {
-        println!("SKIPPED kexec on {release}: {reason}");
-        ways.retain(|way| !matches!(way, Way::Kexec));
-    }
-    let count = asked().unwrap_or(ways.len() as u32) as usize;
-    let mut order = ways.iter().copied().cycle().take(count).peekable();
+    let mut lab = Lab::start(release)?;
+    let count = asked().unwrap_or(WAYS.len() as u32) as usize;
+    let mut order = WAYS.iter().copied().cycle().take(count).peekable();
     let loads = |way: Option<&Way>| matches!(way, Some(Way::Kexec));
     lab.populate(&[], loads(order.peek()));
     while let Some(way) = order.next() {

@@ -5,6 +5,7 @@ mod attach;
 mod calls;
 mod forward;
 mod kexec;
+pub mod kills;
 pub mod leases;
 mod owned;
 mod pages;
@@ -50,6 +51,9 @@ enum Command {
     Leases(leases::Options),
     /// Exchanges bytes with the host without end, on pages of this guest
     Traffic(traffic::Options),
+    /// Kills clients, agents and all but the keeper
+    #[command(subcommand)]
+    Kills(kills::Step),
     /// Takes, pins and frees huge pages of this guest
     #[command(subcommand)]
     Pages(pages::Step),
@@ -95,6 +99,7 @@ pub fn main() -> ExitCode {
         Command::Kexec(step) => kexec::run(&step),
         Command::Leases(options) => leases::run(&options),
         Command::Traffic(options) => traffic::run(&options),
+        Command::Kills(step) => kills::run(step),
         Command::Pages(step) => pages::run(step),
         Command::Unprivileged { uid, argv } => Err(become_program(&argv, uid)),
         Command::WithoutSysAdmin { argv } => {

@@ -9,7 +9,8 @@
 //! - `ZEROSOCK_GUEST`: the program taken into the guest (a release build is much faster),
 //! - `ZEROSOCK_ACCEL`: `kvm` or `tcg`, instead of trying,
 //! - `ZEROSOCK_TEST_JOBS`: groups at once, instead of 2,
-//! - `ZEROSOCK_GUEST_REBOOTS`: reboots of a guest with endpoints, instead of one of each kind,
+//! - `ZEROSOCK_GUEST_MIB`, `ZEROSOCK_GUEST_KILLS`, `ZEROSOCK_GUEST_CYCLES`, `ZEROSOCK_GUEST_REBOOTS`: counts, see
+//!   CONTRIBUTING.md,
 //! - `ZEROSOCK_ECHO=1`: shows what device and guests print.
 
 #[path = "../behaviour/mod.rs"]
@@ -21,6 +22,7 @@ mod guest_agent;
 mod guest_copies;
 mod guest_direct;
 mod guest_endpoint;
+mod guest_kills;
 mod guest_pages;
 mod guest_reboots;
 mod jobs;
@@ -70,6 +72,7 @@ const ALONE: &[(&str, &[(&str, Alone)])] = &[
     ("guest_endpoint", guest_endpoint::ALL),
     ("guest_copies", guest_copies::ALL),
     ("guest_reboots", guest_reboots::ALL),
+    ("guest_kills", guest_kills::ALL),
 ];
 
 /// The tests of a lab.
@@ -252,7 +255,9 @@ fn attempt(name: &str, results: &mut Results, run: impl FnOnce() + Send + 'stati
     thread::spawn(move || {
         let _ = sender.send(catch_unwind(AssertUnwindSafe(run)).is_ok());
     });
-    let deadline = DEADLINE.max(guest_reboots::limit());
+    let deadline = DEADLINE
+        .max(guest_reboots::limit())
+        .max(guest_kills::limit());
     let passed = match done.recv_timeout(deadline) {
         Ok(passed) => passed,
         Err(RecvTimeoutError::Timeout) => {

@@ -31,7 +31,10 @@ const FRAME: u64 = (1 << 55) - 1;
 
 /// Memory with patterns.
 pub(super) struct Patterns {
+    /// A page, but for its number, which is the first word.
     page: Vec<u64>,
+    /// The same in bytes.
+    bytes: Vec<u8>,
     chunks: Vec<Vec<u64>>,
     huge: Vec<(Memory, OwnedFd)>,
 }
@@ -67,16 +70,15 @@ pub(super) fn run(step: &PatternStep, patterns: &mut Option<Patterns>) -> io::Re
 impl Patterns {
     /// Fills all huge pages that overlap `former`, and all other free memory but `huge_pages`, which are left in the pool.
     fn fill(former: &[Extent], huge_pages: u64, seed: u64) -> io::Result<Patterns> {
+        let bytes = Pattern::bytes(seed, PAGE);
+        let words = bytes.chunks_exact(8);
+        let words = words.map(|word| word.try_into().map_or(0, u64::from_ne_bytes));
         let mut patterns = Patterns {
-            page: vec![0; WORDS],
+            page: words.collect(),
+            bytes,
             chunks: Vec::new(),
             huge: Vec::new(),
         };
-        let mut bytes = vec![0; PAGE];
-        Pattern::new(seed).fill(&mut bytes);
-        for (word, bytes) in patterns.page.iter_mut().zip(bytes.chunks_exact(8)) {
-            *word = bytes.try_into().map_or(0, u64::from_ne_bytes);
-        }
         patterns.fill_huge(former, huge_pages)?;
         while free_kib()? > RESERVE {
             let mut chunk = vec![0; CHUNK];
@@ -117,20 +119,14 @@ impl Patterns {
         }
         drop(rest);
         fs::write(POOL, (left + self.huge.len() as u64).to_string())?;
+        let mut bytes = self.bytes.clone();
         for (index, (memory, _)) in self.huge.iter().enumerate() {
             for page in 0..HUGE_PAGE / PAGE as u64 {
-                write_page(memory, page, &self.huge_page(index, page))?;
+                bytes[..8].copy_from_slice(&number(index, page));
+                write_page(memory, page, &bytes)?;
             }
         }
         Ok(())
-    }
-
-    /// The bytes of a page in a huge page.
-    fn huge_page(&self, index: usize, page: u64) -> Vec<u8> {
-        let mut bytes: Vec<u8> = self.page.iter().flat_map(|it| it.to_ne_bytes()).collect();
-        let number = (index as u64) << 32 | page;
-        bytes[..8].copy_from_slice(&number.to_ne_bytes());
-        bytes
     }
 
     fn bytes(&self) -> u64 {
@@ -175,8 +171,10 @@ impl Patterns {
         }
         for (index, (memory, _)) in self.huge.iter().enumerate() {
             for page in 0..HUGE_PAGE / PAGE as u64 {
-                let (found, wanted) = (read_page(memory, page), self.huge_page(index, page));
-                if let Some(at) = (0..PAGE).find(|&at| found[at] != wanted[at]) {
+                let found = read_page(memory, page);
+                if found[..8] != number(index, page) || found[8..] != self.bytes[8..] {
+                    let at = (8..PAGE).find(|&at| found[at] != self.bytes[at]);
+                    let at = at.unwrap_or(0);
                     let bytes = &found[at..PAGE.min(at + 16)];
                     return Some(format!("byte {at} of page {page} is {bytes:02x?}"));
                 }
@@ -184,6 +182,11 @@ impl Patterns {
         }
         None
     }
+}
+
+/// The first word of a page of a huge page.
+fn number(index: usize, page: u64) -> [u8; 8] {
+    ((index as u64) << 32 | page).to_ne_bytes()
 }
 
 /// The part of a chunk that consists of whole pages.

@@ -109,6 +109,7 @@ pub(super) fn run(options: &Options) -> io::Result<()> {
 fn exchange(options: &Options) -> io::Result<()> {
     let endpoint = Endpoint::builder()
         .background()
+        .queue_size(64)
         .attach(&options.socket)
         .map_err(io::Error::other)?;
     let stream = endpoint.connect(Address::new(Cid::HOST, Port::new(options.port)))?;

@@ -99,7 +99,8 @@ impl Machine {
         let dir = dir.expect("a directory in /dev/shm");
         let initramfs = dir.path().join("initramfs");
         let agent = agent(qemu::TTY);
-        let image = Builder::new(&cache(), &kernel, &guest_program(), &agent, &[]);
+        let program = small(&guest_program(), dir.path());
+        let image = Builder::new(&cache(), &kernel, &program, &agent, &[]);
         std::fs::write(&initramfs, image.expect("an initramfs").finish()).expect("a file");
         let memory = dir.path().join("memory");
         let mib = extras.memory >> 20;
@@ -175,6 +176,17 @@ impl Machine {
         let memory = Memory::map(vec![(file.expect("the guest's memory"), all)]);
         let memory = Arc::new(memory.expect("a mapping"));
         Memory::of_extents(&memory, extents).expect("extents in the guest's memory")
+    }
+}
+
+/// The program without symbols, where strip(1) is: a guest boots faster with it, and has more free memory.
+fn small(program: &Path, dir: &Path) -> PathBuf {
+    let small = dir.join("program");
+    let mut strip = std::process::Command::new("strip");
+    let status = strip.arg("-o").arg(&small).arg(program).status();
+    match status {
+        Ok(status) if status.success() => small,
+        _ => program.to_owned(),
     }
 }
 

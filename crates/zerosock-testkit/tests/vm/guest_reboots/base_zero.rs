@@ -104,7 +104,7 @@ pub(super) fn goes_on(lab: &mut Lab) {
     let before = bytes(&view);
     lab.monitor.ask("cont", json!({}));
     connection.exchange(lab);
-    lab.assert_connections_ended();
+    lab.assert_endpoints_ended();
     assert_same(&before, &bytes(&view), "started at 0");
     lab.signal_clients("CONT");
     lab.wait_for_traffic();

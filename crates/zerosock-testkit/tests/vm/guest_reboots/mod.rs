@@ -41,20 +41,22 @@ const PORT: u32 = 4322;
 /// The host sends kernel and initramfs to these.
 const KERNEL_PORT: u32 = 4323;
 const INITRAMFS_PORT: u32 = 4324;
+/// In the daemon's log.
+const RESET: &str = "guest endpoint gone: the guest's driver has reset the VM's device";
 /// Programs in the guest, each with an endpoint.
 const CLIENTS: usize = 2;
-/// Huge pages of their endpoints: eleven each.
-const HUGE_PAGES: u64 = 22;
+/// Huge pages of their endpoints: five each.
+const HUGE_PAGES: u64 = 10;
 /// Of the guest: enough for its files twice, and for the kernel's copies of those that it is to start.
-const MEMORY: u64 = 512 << 20;
+const MEMORY: u64 = 320 << 20;
 /// Bytes each way on each connection before the next step.
-const TRAFFIC: u64 = 1 << 20;
+const TRAFFIC: u64 = 256 << 10;
 /// A boot, on a busy machine.
-const BOOT: Duration = Duration::from_secs(120);
+const BOOT: Duration = Duration::from_secs(240);
 /// How long the pages of a guest that stands still are watched.
 const WATCH: Duration = Duration::from_millis(100);
 /// Time that a reboot takes at most.
-const LONGEST: Duration = Duration::from_secs(60);
+const LONGEST: Duration = Duration::from_secs(240);
 
 /// How a guest leaves its device.
 #[derive(Copy, Clone, Debug)]
@@ -359,16 +361,33 @@ impl Lab {
         assert_eq!(self.machine.shell(&script), "");
     }
 
-    /// The daemon has ended the connections of all endpoints.
-    fn assert_connections_ended(&self) {
+    /// The daemon has ended the endpoints that were there, because of the reset, and with them their connections.
+    fn assert_endpoints_ended(&self) {
         wait_for(self, "ends of connections", || {
             self.traffic.live().is_empty().then_some(())
+        });
+        wait_for(self, "ends of endpoints because of a reset", || {
+            let log = self.device.log.tail(usize::MAX);
+            let cids = |event: &str| {
+                let lines = log.lines().filter(|line| line.contains(event));
+                let cid = |line: &str| {
+                    let mut words = line.split_ascii_whitespace();
+                    words
+                        .find(|word| word.starts_with("cid="))
+                        .map(str::to_owned)
+                };
+                lines.filter_map(cid).collect::<Vec<_>>()
+            };
+            // A CID is not used again for long.
+            let (attached, ended) = (cids("guest endpoint attached"), cids(RESET));
+            let mut last = attached.iter().rev().take(CLIENTS);
+            last.all(|cid| ended.contains(cid)).then_some(())
         });
     }
 
     /// And it has what it had at the start.
     fn assert_ended(&self) {
-        self.assert_connections_ended();
+        self.assert_endpoints_ended();
         let wanted = self.at_start.as_ref();
         let mut last = None;
         let deadline = Instant::now() + STEP;

@@ -547,7 +547,7 @@ fn a_socket_without_permission_names_the_options_that_give_it() {
         ),
         (
             format!("nc attach:{path}:2:7"),
-            "--attach-mode and --socket-group",
+            "--attach-mode and --socket-group of `zerosock serve` permit it, in a guest --socket-mode",
         ),
         (
             format!("relay unix:{path} tcp:127.0.0.1:1"),

@@ -56,8 +56,8 @@ pub enum AgentError {
     Keeper(#[from] KeeperError),
     /// The host does not listen, or this process may not connect from a port below 1024.
     #[error(
-        "cannot connect to port {port:#x} of the host: {source}; the host runs `zerosock serve` with \
-         --guest-endpoints, and this process needs CAP_NET_BIND_SERVICE"
+        "cannot connect to port {port:#x} of the host: {source}; it takes a vsock device, `zerosock serve` with \
+         --guest-endpoints on the host, and CAP_NET_BIND_SERVICE here"
     )]
     Connect {
         /// The port.

@@ -190,7 +190,10 @@ impl GuestServer {
         self.warn(vm, &format!("an agent is refused: {error}"));
         match state {
             StreamState::Attached(key) => self.end(key, error.refusal().reason, cx),
-            _ => self.refuse(key, error.refusal()),
+            _ => {
+                self.directory.guests.count_refusal();
+                self.finish(key, &Answer::Refused(error.refusal()));
+            }
         }
     }
 

@@ -272,7 +272,7 @@ fn a_device_that_starts_with_other_features_is_refused() {
     assert_eq!(error.fault(), Fault::Peer);
     assert!(error.to_string().contains("features"), "{error}");
     let kind = io::Error::from(error).kind();
-    assert_eq!(kind, io::ErrorKind::InvalidData);
+    assert_eq!(kind, io::ErrorKind::Unsupported);
     agent.join();
 }
 

@@ -14,7 +14,7 @@ use zerosock_ring::{DriverLayout, Extent, Memory};
 use zerosock_vhost_user::session::F_VERSION_1;
 use zerosock_vhost_user::{DeviceCommand, DeviceModel, DevicePort, Reply};
 use zerosock_virtio::command::QueueStarted;
-use zerosock_virtio::queues::{Quiesced, Scope};
+use zerosock_virtio::queues::Scope;
 use zerosock_virtio::worker::WorkerPort;
 
 use super::guest_commands::queue_config;
@@ -153,12 +153,6 @@ impl Device {
             Scope::Reset => return self.end_all_guests(Reason::DEVICE_RESET, cx),
         }
         self.drive_guests(cx);
-    }
-
-    /// Whether the pages of the endpoints are not used any more, as far as a command of the VMM needs it.
-    pub(super) fn guests_quiesced(&self) -> Quiesced {
-        let guests = self.guests.as_ref();
-        guests.map_or(Quiesced::Done, |it| it.quiesced())
     }
 
     /// A queue of the VM has started.

@@ -282,9 +282,10 @@ impl VirtioDevice for Device {
     }
 
     fn quiesce(&mut self, scope: Scope, cx: &mut Context<'_>) -> Quiesced {
-        let guests = self.guests_quiesced();
-        if guests != Quiesced::Done {
-            return guests;
+        if let Some(guests) = &self.guests
+            && guests.quiesced() != Quiesced::Done
+        {
+            return guests.quiesced();
         }
         let (chains, leases, loans) = match scope {
             Scope::Queue(TX) => (true, true, false),

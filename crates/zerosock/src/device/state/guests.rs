@@ -115,14 +115,6 @@ impl Pause {
     }
 }
 
-/// The pages that are to show their values: of each group of this many pages the last one.
-#[derive(Clone, Debug, Eq, PartialEq)]
-struct PageCheck {
-    group: u64,
-    /// The groups that have not been checked.
-    left: Range<u64>,
-}
-
 #[derive(Copy, Clone, Debug, Default)]
 struct QueueState {
     runs: bool,
@@ -139,7 +131,8 @@ pub(crate) struct Attachment {
     pub(in crate::device) view: Arc<Memory>,
     /// The same in earlier memory of the VM, as long as something has it.
     old_views: Vec<Weak<Memory>>,
-    check: PageCheck,
+    /// Which of its [groups](Self::group) of pages are still to show their values.
+    unchecked: Range<u64>,
     /// All pages have shown their values, which was reported.
     pub(in crate::device) is_accepted: bool,
     /// Opens the doorbell.
@@ -182,10 +175,7 @@ impl Attachment {
         Ok(Attachment {
             extents,
             nonce,
-            check: PageCheck {
-                group: 1,
-                left: 0..view.size() / PAGE,
-            },
+            unchecked: 0..view.size() / PAGE,
             view: Arc::new(view),
             old_views: Vec::new(),
             is_accepted: false,
@@ -207,7 +197,7 @@ impl Attachment {
 
     /// Whether pages are to be checked, if it goes on.
     pub(in crate::device) fn has_unchecked(&self) -> bool {
-        !self.check.left.is_empty() && self.end.is_none()
+        !self.unchecked.is_empty() && self.end.is_none()
     }
 
     /// Checks the next pages, at most `budget`, which is reduced by them. Returns whether they were the last ones.
@@ -215,26 +205,28 @@ impl Attachment {
     /// # Errors
     /// This page, counted through all extents, has another value.
     pub(in crate::device) fn check_pages(&mut self, budget: &mut u64) -> Result<bool, u64> {
-        let PageCheck { group, left } = &mut self.check;
-        let to = left.end.min(left.start.saturating_add(*budget));
-        *budget -= to - left.start;
-        let pages = (left.start..to).map(|number| (number + 1) * *group - 1);
-        left.start = to;
+        let (group, from) = (self.group(), self.unchecked.start);
+        let to = self.unchecked.end.min(from.saturating_add(*budget));
+        *budget -= to - from;
+        self.unchecked.start = to;
+        let pages = (from..to).map(|number| (number + 1) * group - 1);
         match find_wrong_page(&self.view, &self.nonce, pages) {
             Some(page) => Err(page),
-            None => Ok(left.is_empty()),
+            None => Ok(self.unchecked.is_empty()),
         }
     }
 
-    /// Begins the check of its pages anew, before it goes on after a stop. Those of an endpoint show the last value of each
-    /// huge page.
-    pub(in crate::device) fn check_again(&mut self) {
-        let group = match self.is_accepted {
+    /// Pages of which the last one is to show its value: all are before it is accepted, then those of huge pages.
+    fn group(&self) -> u64 {
+        match self.is_accepted {
             true => PAGES_OF_HUGE,
             false => 1,
-        };
-        let left = 0..self.view.size() / PAGE / group;
-        self.check = PageCheck { group, left };
+        }
+    }
+
+    /// Begins the check of its pages anew, before it goes on after a stop.
+    pub(in crate::device) fn check_again(&mut self) {
+        self.unchecked = 0..self.view.size() / PAGE / self.group();
     }
 
     /// Separates it from its doorbell. Returns the bridge.
@@ -282,7 +274,7 @@ impl Attachment {
         if self.start.is_none() || self.pending.is_some() {
             return None;
         }
-        let may_run = may_run && self.check.left.is_empty() && self.end.is_none();
+        let may_run = may_run && self.unchecked.is_empty() && self.end.is_none();
         let mut queues = (0..).zip(&self.queues);
         if may_run {
             return match (self.is_connected, self.has_memory) {

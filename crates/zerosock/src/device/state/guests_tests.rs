@@ -25,7 +25,7 @@ fn attachment() -> Attachment {
     let permit = Budget::unlimited().account().take_nothing();
     let (nonce, token) = (Nonce([0; 32]), Token([0; 16]));
     let mut attachment = Attachment::new(extents, nonce, token, view, permit).unwrap();
-    attachment.check.left = 0..0;
+    attachment.unchecked = 0..0;
     let device = DeviceAddr {
         worker: 0,
         number: 1,
@@ -83,7 +83,7 @@ fn commands_have_the_order_of_a_front_end() {
     // Not before the pages have shown their values.
     it.check_again();
     assert_eq!(run(&mut it, true), []);
-    it.check.left = 0..0;
+    it.unchecked = 0..0;
     assert_eq!(run(&mut it, true), starts);
     it.end = Some(Reason::REQUESTED);
     assert!(!it.is_over());

@@ -25,11 +25,9 @@ impl GuestServer {
             return;
         };
         let bytes = total(request.extents.iter().map(|it| it.len));
-        let admitted = self.admit(vm, stream, &request, bytes, cx.registry);
-        let token = random().map(Token).map_err(|_| Reason::SERVER_FAILED);
-        let (cid, token) = match (admitted, token) {
-            (Ok(cid), Ok(token)) => (cid, token),
-            (Err(reason), _) | (_, Err(reason)) => return self.refuse(stream, reason.into()),
+        let (cid, token) = match self.admit(vm, stream, &request, bytes, cx.registry) {
+            Ok(admitted) => admitted,
+            Err(reason) => return self.refuse(stream, reason.into()),
         };
         cx.registry.reserve(cid);
         if let Some(name) = &request.endpoint.name {
@@ -59,7 +57,7 @@ impl GuestServer {
         self.check_next(vm, cx);
     }
 
-    /// Whether a VM may have this endpoint, with `bytes` of memory, and its CID.
+    /// Whether a VM may have this endpoint, with `bytes` of memory. Returns its CID, and what opens its doorbell.
     fn admit(
         &mut self,
         vm: Cid,
@@ -67,7 +65,7 @@ impl GuestServer {
         request: &Register,
         bytes: u64,
         registry: &DeviceRegistry,
-    ) -> Result<Cid, Reason> {
+    ) -> Result<(Cid, Token), Reason> {
         let state = self.vms.get(&vm).ok_or(Reason::REMOVED)?;
         let options = state.share.options.as_ref().ok_or(Reason::REMOVED)?;
         if state.failures >= MAX_FAILURES {
@@ -95,8 +93,9 @@ impl GuestServer {
         if attachments.count() >= options.most || memory > options.memory {
             return Err(Reason::FULL);
         }
+        let token = random().map_err(|_| Reason::SERVER_FAILED)?;
         let cid = registry.free_cid(&self.cids, &mut self.next_cid);
-        cid.ok_or(Reason::FULL)
+        Ok((cid.ok_or(Reason::FULL)?, Token(token)))
     }
 
     /// Lets a VM's device check the pages of the oldest request that waits for it.

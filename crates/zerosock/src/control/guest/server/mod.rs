@@ -106,7 +106,11 @@ impl GuestServer {
         }
         self.end_streams(vm, |state| state == StreamState::New);
         if !now {
-            self.end_attachments(vm, cx);
+            let attachments = self.attachments.iter().filter(|(_, it)| it.vm == vm);
+            let keys: Vec<AttachmentKey> = attachments.map(|(&key, _)| key).collect();
+            for key in keys {
+                self.end(key, Reason::REMOVED, cx);
+            }
         }
     }
 
@@ -142,17 +146,6 @@ impl GuestServer {
         for key in keys {
             self.refuse(key, Reason::REMOVED.into());
         }
-    }
-
-    fn end_attachments(&mut self, vm: Cid, cx: &mut ControlContext<'_>) {
-        for key in self.attachments_of(vm) {
-            self.end(key, Reason::REMOVED, cx);
-        }
-    }
-
-    fn attachments_of(&self, vm: Cid) -> Vec<AttachmentKey> {
-        let attachments = self.attachments.iter().filter(|(_, it)| it.vm == vm);
-        attachments.map(|(&key, _)| key).collect()
     }
 
     pub(crate) fn watch(&self, frontends: &FrontendRegistry) -> io::Result<()> {
@@ -199,41 +192,37 @@ impl GuestServer {
     }
 
     pub(crate) fn notice_dropped(&mut self, number: u64, cx: &mut ControlContext<'_>) {
-        let found = self.attachments.iter().find(|(_, it)| match it.stage {
-            Stage::Joining(notice) | Stage::Removing(notice, _) => notice == number,
-            _ => false,
-        });
-        let Some((&key, attachment)) = found else {
-            return;
-        };
-        match attachment.stage {
-            Stage::Joining(_) => self.joined(key, cx),
-            Stage::Removing(_, reason) => self.forget(key, &Answer::Ended(reason), cx),
-            _ => {}
+        let found = self
+            .attachments
+            .iter()
+            .find_map(|(&key, it)| match it.stage {
+                Stage::Joining(notice) if notice == number => Some((key, None)),
+                Stage::Removing(notice, reason) if notice == number => Some((key, Some(reason))),
+                _ => None,
+            });
+        match found {
+            Some((key, None)) => self.joined(key, cx),
+            Some((key, Some(reason))) => self.forget(key, &Answer::Ended(reason), cx),
+            None => {}
         }
     }
 
     pub(crate) fn deadline(&self) -> Option<Instant> {
+        let checks = self.vms.values().filter_map(|it| it.next_check);
         let streams = self.streams.values().filter_map(|it| it.until);
-        streams
-            .chain(self.vms.values().filter_map(|it| it.next_check))
-            .min()
+        streams.chain(checks).min()
     }
 
     pub(crate) fn time_passed(&mut self, now: Instant, cx: &mut ControlContext<'_>) {
-        let is_over = |until: Option<Instant>| until.is_some_and(|until| now >= until);
-        let vms = self.vms.iter_mut();
-        let vms = vms.filter(|(_, it)| is_over(it.next_check));
-        let due: Vec<Cid> = vms
-            .map(|(&vm, state)| {
-                state.next_check = None;
-                vm
-            })
-            .collect();
+        let mut due = Vec::new();
+        for (&vm, state) in &mut self.vms {
+            due.extend(state.next_check.take_if(|at| now >= *at).map(|_| vm));
+        }
         for vm in due {
             self.check_next(vm, cx);
         }
-        let streams = self.streams.iter().filter(|(_, it)| is_over(it.until));
+        let streams = self.streams.iter();
+        let streams = streams.filter(|(_, it)| it.until.is_some_and(|until| now >= until));
         let late: Vec<u32> = streams.map(|(&key, _)| key).collect();
         for key in late {
             let Some(stream) = self.streams.get(&key) else {

@@ -191,7 +191,7 @@ impl GuestServer {
         match state {
             StreamState::Attached(key) => self.end(key, error.refusal().reason, cx),
             _ => {
-                self.directory.guests.count_refusal();
+                self.directory.guests.refused.add(1);
                 self.finish(key, &Answer::Refused(error.refusal()));
             }
         }

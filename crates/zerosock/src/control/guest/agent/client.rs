@@ -61,8 +61,8 @@ pub struct Clients {
 }
 
 impl Agent {
-    /// Accepts clients at a socket (SOCK_SEQPACKET) that does not block. Returns when the agent has stopped, and all
-    /// endpoints of clients have ended.
+    /// Serves clients of this socket (SOCK_SEQPACKET, non-blocking) until the agent has stopped and they have ended.
+    #[doc(hidden)]
     pub fn serve(&self, listener: &OwnedFd, allowed: &Clients) {
         let server = Server {
             pages: &self.pages,

@@ -43,7 +43,7 @@ const ATTEMPTS: usize = 5;
 pub enum KeeperError {
     /// It has another agent.
     #[error(
-        "another `zerosock guest`, or a program in its place, runs in this guest; end it first, or attach to it"
+        "another `zerosock guest`, or a program in its place, runs in this guest; end it first"
     )]
     Busy,
     /// It has refused, with this text.

@@ -160,6 +160,7 @@ impl Lab {
             arguments: ["-qmp".into(), format!("unix:{}", monitor.display())].into(),
             memory: MEMORY,
             reboots: true,
+            ..Extras::default()
         };
         let machine = Machine::boot_with(release, Some(&endpoint.vhost), extras)?;
         // A QEMU that could not use KVM has connected before.

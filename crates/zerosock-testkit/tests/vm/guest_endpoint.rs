@@ -224,9 +224,12 @@ fn perf(machine: &Machine, attach: &Path) {
         machine.take_in_time(PAGES);
 
         // The server's output is in a file, because its CID is in it.
+        let served = format!("/tmp/served-{mode}");
+        let wait_for = |text| format!("until grep -qs '{text}' {served}; do sleep 0.1; done");
+        let start = format!("{} > {served} 2>&1", there(&server));
         let started = machine.shell(&format!(
-            "{} > /tmp/served 2>&1 & until grep -q 'TX buffer' /tmp/served; do sleep 0.1; done; cat /tmp/served",
-            there(&server)
+            "{start} & {}; cat {served}",
+            wait_for("TX buffer")
         ));
         let cid = started.split("Listen at CID ").nth(1);
         let cid = cid.and_then(|rest| rest.split(',').next());
@@ -234,8 +237,7 @@ fn perf(machine: &Machine, attach: &Path) {
         let on_host = format!("{} -p {PORT}", client(cid, mode));
         let (well, said) = Here::start(&on_host, ["--attach"], attach).finish();
         assert!(well && has_received(&said), "to the host, {mode}: {said}");
-        let waiting = "until grep -q 'tx rate: ' /tmp/served; do sleep 0.1; done";
-        assert_eq!(machine.shell(waiting), "");
+        assert_eq!(machine.shell(&wait_for("tx rate: ")), "");
         machine.take_in_time(PAGES);
     }
 }

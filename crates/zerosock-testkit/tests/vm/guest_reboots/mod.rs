@@ -183,10 +183,7 @@ impl Lab {
             filled: 0,
             _dir: dir,
         };
-        let mut at_start = lab.resources();
-        // From its first endpoint on, a VM has an eventfd for all.
-        at_start.descriptors += 1;
-        lab.at_start = Some(at_start);
+        lab.at_start = Some(lab.resources());
         Ok(lab)
     }
 

@@ -26,6 +26,8 @@ const CHUNK: usize = (4 << 20) / size_of::<u64>();
 /// Free memory that is left for programs and the kernel, in KiB.
 const RESERVE: u64 = 48 << 10;
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
+/// Attempts to make so many huge pages.
+const ATTEMPTS: usize = 20;
 /// The bits of the frame number in `/proc/self/pagemap`.
 const FRAME: u64 = (1 << 55) - 1;
 
@@ -93,7 +95,7 @@ impl Patterns {
 
     fn fill_huge(&mut self, former: &[Extent], left: u64) -> io::Result<()> {
         let overlapping = former.iter().map(|it| it.len / HUGE_PAGE).sum::<u64>();
-        fs::write(POOL, (left + overlapping).to_string())?;
+        grow_pool(left + overlapping)?;
         let mut others = 0;
         // Those without a pattern are kept until all have been seen.
         let mut rest = Vec::new();
@@ -244,6 +246,19 @@ fn extents(file: &OwnedFd) -> io::Result<Vec<Extent>> {
     let mapping = HugeMapping::new(file).map_err(io::Error::other)?;
     let pin = Pin::new(&mapping).map_err(io::Error::other)?;
     pagemap::extents(&mapping, &pin).map_err(io::Error::other)
+}
+
+/// Sets the size of the pool. The kernel makes fewer pages if free memory is in pieces: then it is asked again.
+fn grow_pool(pages: u64) -> io::Result<()> {
+    for _ in 0..ATTEMPTS {
+        fs::write(POOL, pages.to_string())?;
+        if fs::read_to_string(POOL)?.trim().parse() == Ok(pages) {
+            break;
+        }
+        fs::write("/proc/sys/vm/drop_caches", "3")?;
+        fs::write("/proc/sys/vm/compact_memory", "1")?;
+    }
+    Ok(())
 }
 
 /// Where the files of the agent lie.

@@ -1,4 +1,4 @@
-//! What happens once, for all threads that wait for it.
+//! A condition that is set once, and for which threads wait.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -7,7 +7,7 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, PollFlags, eventfd};
 use zerosock_sys::wait_ready;
 
-/// An eventfd, which is readable when it has happened.
+/// An eventfd, which is readable when the condition is set.
 #[derive(Debug)]
 pub(super) struct Event(OwnedFd);
 
@@ -17,12 +17,12 @@ impl Event {
         Ok(Event(eventfd(0, flags)?))
     }
 
-    /// It happens now, or has happened.
+    /// Sets the condition. Later calls have no effect.
     pub(super) fn set(&self) {
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
-    /// Waits at most so long. Returns whether it has happened.
+    /// Waits at most so long. Returns whether the condition is set.
     pub(super) fn wait(&self, limit: Duration) -> bool {
         let events = wait_ready(&self.0, PollFlags::IN, Some(limit));
         // What cannot be waited for is no reason to go on.

@@ -32,7 +32,7 @@ pub(super) const EXTENT_LEN: usize = 16;
 pub(super) const MAX_ANSWER: usize = 1 + EXTENT_LEN * MAX_EXTENTS;
 
 /// How long a keeper without pins waits for an agent.
-const LONELY: Timespec = Timespec {
+const UNUSED: Timespec = Timespec {
     tv_sec: 10,
     tv_nsec: 0,
 };
@@ -73,7 +73,7 @@ pub(super) fn serve(listener: &OwnedFd) -> io::Result<()> {
     loop {
         let mut watched = vec![PollFd::new(listener, PollFlags::IN)];
         watched.extend(agent.iter().map(|it| PollFd::new(it, PollFlags::IN)));
-        let limit = (agent.is_none() && pins.is_empty()).then_some(&LONELY);
+        let limit = (agent.is_none() && pins.is_empty()).then_some(&UNUSED);
         let ready = match poll(&mut watched, limit) {
             Ok(0) => return Ok(()),
             Ok(_) => watched.iter().map(|it| !it.revents().is_empty()),

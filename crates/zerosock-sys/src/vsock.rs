@@ -22,6 +22,8 @@ use crate::socket_option::{get, set, set_int};
 const SIZE: c_int = 0;
 /// SO_VM_SOCKETS_BUFFER_MAX_SIZE.
 const MAX_SIZE: c_int = 2;
+/// SO_VM_SOCKETS_CONNECT_TIMEOUT, a `struct timeval`.
+const CONNECT_TIMEOUT: c_int = 6;
 
 /// The CID that stands for any, to listen on.
 pub const CID_ANY: u32 = u32::MAX;
@@ -72,10 +74,25 @@ pub fn connect_result(fd: impl AsFd) -> io::Result<()> {
 /// # Errors
 /// `TimedOut`, and those of [`connect`] and [`connect_result`].
 pub fn connect_blocking(cid: u32, port: u32, timeout: Duration) -> io::Result<OwnedFd> {
-    wait_for_connect(connect(cid, port)?, timeout)
+    let fd = socket(SocketType::STREAM, SocketFlags::NONBLOCK)?;
+    connect_within(fd, cid, port, timeout)
 }
 
-fn wait_for_connect(fd: OwnedFd, timeout: Duration) -> io::Result<OwnedFd> {
+/// Connects a non-blocking socket, and makes it a blocking one.
+fn connect_within(fd: OwnedFd, cid: u32, port: u32, timeout: Duration) -> io::Result<OwnedFd> {
+    // The kernel's own limit is two seconds, in which a busy host may not answer.
+    let limit = [timeout.as_secs(), timeout.subsec_micros().into()].map(|it| it as libc::c_long);
+    let [seconds, micros] = limit.map(libc::c_long::to_ne_bytes);
+    set(
+        &fd,
+        libc::AF_VSOCK,
+        CONNECT_TIMEOUT,
+        &[seconds, micros].concat(),
+    )?;
+    match connect_socket(&fd, cid, port) {
+        Err(error) if Errno::from_io_error(&error) != Some(Errno::INPROGRESS) => return Err(error),
+        _ => {}
+    }
     if wait_ready(&fd, PollFlags::OUT, Some(timeout))?.is_empty() {
         return Err(io::ErrorKind::TimedOut.into());
     }
@@ -92,10 +109,7 @@ pub fn connect_from_privileged_port(cid: u32, port: u32, timeout: Duration) -> i
     let fd = socket(SocketType::STREAM, SocketFlags::NONBLOCK)?;
     // As rresvport(3): from the last one down, and not the low ones, which services have.
     bind_first_free((512..1024).rev(), |source| bind(&fd, CID_ANY, source))?;
-    match connect_socket(&fd, cid, port) {
-        Err(error) if Errno::from_io_error(&error) != Some(Errno::INPROGRESS) => Err(error),
-        _ => wait_for_connect(fd, timeout),
-    }
+    connect_within(fd, cid, port, timeout)
 }
 
 /// Binds to the first of these ports that is not taken.

@@ -291,6 +291,7 @@ impl Pages {
             }
             true
         })
+    // From a port of any process, not from one below 1024: the client gets this socket.
     }
 }
 

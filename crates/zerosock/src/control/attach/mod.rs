@@ -16,13 +16,15 @@
 // - `codec`: the messages, pure functions;
 // - `client`: the side of the process;
 // - `server`: the other side, on the control thread;
-// - `directory`: the attached processes, for other threads.
+// - `directory`: the attached processes, for other threads;
+// - `places`: how users share the places of processes.
 
 #[doc(hidden)]
 pub mod client;
 #[doc(hidden)]
 pub mod codec;
 pub(crate) mod directory;
+pub(crate) mod places;
 pub(crate) mod server;
 
 use std::io;

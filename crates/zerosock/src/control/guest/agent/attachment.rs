@@ -17,7 +17,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use tracing::{info, warn};
 use zerosock_ring::{Memory, RegionConfig};
 use zerosock_sys::hugetlbfs::{HugeDir, HugePageError};
-use zerosock_sys::vsock;
+use zerosock_sys::{LogLimit, vsock};
 
 use super::event::Event;
 use super::keeper::{Keeper, KeeperError};
@@ -96,6 +96,8 @@ pub(super) struct Pages {
     pub(super) stop: Event,
     /// The pages of earlier agents are free.
     pub(super) recovered: Event,
+    /// What clients cause to be logged.
+    pub(super) log: LogLimit,
 }
 
 /// A registered endpoint.

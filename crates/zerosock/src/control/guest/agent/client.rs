@@ -12,10 +12,10 @@
 //! # Invariants
 //! - A client gets descriptors of its own file and its own doorbell only.
 //! - Its endpoint ends with its connection.
+//! - What clients cause in the log has a limit, and no user takes the places of another one.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{self, Scope};
 use std::time::{Duration, Instant};
 
@@ -31,6 +31,7 @@ use zerosock_sys::hugetlbfs::HugePageError;
 use super::Agent;
 use super::attachment::{AgentError, Attachment, Pages};
 use super::event::Event;
+use super::places::{Place, Places};
 use crate::control::attach::AttachRequest;
 use crate::control::attach::codec::{
     Answer, MAX_REQUEST, Request, Start, Status, VERSION, Version, decode_request, encode_answer,
@@ -52,7 +53,7 @@ const START: Duration = Duration::from_secs(40);
 /// Which processes may attach at a socket of the agent, and what they get.
 #[derive(Clone, Debug)]
 pub struct Clients {
-    /// Users that may attach.
+    /// Users that may attach, and share the endpoints.
     pub uids: Vec<u32>,
     /// Bytes of the largest memory.
     pub memory: u64,
@@ -67,8 +68,8 @@ impl Agent {
         let server = Server {
             pages: &self.pages,
             allowed,
-            clients: AtomicUsize::new(0),
-            attached: AtomicUsize::new(0),
+            clients: Places::default(),
+            attached: Places::default(),
         };
         thread::scope(|scope| server.accept_all(listener, scope));
     }
@@ -79,20 +80,20 @@ struct Server<'a> {
     pages: &'a Pages,
     allowed: &'a Clients,
     /// Clients, endpoints or not.
-    clients: AtomicUsize,
+    clients: Places,
     /// Endpoints that there are, and those with pages that are not free yet.
-    attached: AtomicUsize,
+    attached: Places,
 }
 
 impl Server<'_> {
-    /// Serves a client until it, the host or the agent ends. `pid` is for the log.
-    fn serve(&self, socket: &OwnedFd, pid: u32) {
+    /// Serves a client of this user until it, the host or the agent ends. `pid` is for the log.
+    fn serve(&self, socket: &OwnedFd, uid: u32, pid: u32) {
         let Some(bytes) = self.first_request(socket) else {
             return;
         };
         let refusal = match decode_request(&bytes) {
-            Ok(Request::AttachMemory(request, len)) => match self.attach(request, len) {
-                Ok(attachment) => {
+            Ok(Request::AttachMemory(request, len)) => match self.attach(uid, request, len) {
+                Ok((attachment, _place)) => {
                     let granted = Answer {
                         memory: len,
                         ..granted(&attachment, FEATURES)
@@ -100,16 +101,16 @@ impl Server<'_> {
                     let fds = [attachment.file.as_fd(), attachment.doorbell.as_fd()];
                     // A client that has not got it has closed its connection.
                     let _ = answer(socket, &granted, &fds);
-                    self.pages.run(socket, attachment, pid);
-                    self.attached.fetch_sub(1, Ordering::Relaxed);
-                    return;
+                    return self.pages.run(socket, attachment, pid);
                 }
                 Err(status) => Answer::refusal(status, VERSION),
             },
             Ok(_) => Answer::memory_only(requested_version(&bytes)),
             Err(refusal) => refusal,
         };
-        info!(pid, "process refused: {:?}", refusal.status);
+        if let Some(suppressed) = self.pages.admit_log() {
+            info!(pid, suppressed, "process refused: {:?}", refusal.status);
+        }
         let _ = answer(socket, &refusal, &[]);
     }
 
@@ -122,22 +123,35 @@ impl Server<'_> {
         }
     }
 
-    /// Makes an endpoint, which is counted.
-    fn attach(&self, request: AttachRequest, len: u64) -> Result<Attachment, Status> {
-        if len > self.allowed.memory {
-            warn!("a process asks for {len} bytes; see --memory");
+    /// Makes an endpoint of this user.
+    fn attach(
+        &self,
+        uid: u32,
+        request: AttachRequest,
+        len: u64,
+    ) -> Result<(Attachment, Place<'_>), Status> {
+        let Clients {
+            uids,
+            memory,
+            endpoints,
+        } = self.allowed;
+        if len > *memory {
+            if let Some(suppressed) = self.pages.admit_log() {
+                warn!(suppressed, "a process asks for {len} bytes; see --memory");
+            }
             return Err(Status::Full);
         }
-        let more = |attached| (attached < self.allowed.endpoints).then_some(attached + 1);
-        let counted = self
-            .attached
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
-        counted.map_err(|_| Status::Full)?;
-        self.pages.attach(request, len).map_err(|error| {
-            self.attached.fetch_sub(1, Ordering::Relaxed);
-            warn!("cannot attach a process: {error}");
-            status(&error)
-        })
+        let place = self.attached.take(uid, uids, *endpoints);
+        let place = place.ok_or(Status::Full)?;
+        match self.pages.attach(request, len) {
+            Ok(attachment) => Ok((attachment, place)),
+            Err(error) => {
+                if let Some(suppressed) = self.pages.admit_log() {
+                    warn!(suppressed, "cannot attach a process: {error}");
+                }
+                Err(status(&error))
+            }
+        }
     }
 
     /// Accepts clients until the agent stops.
@@ -173,25 +187,26 @@ impl Server<'_> {
             user.uid.as_raw(),
             user.pid.as_raw_nonzero().get().cast_unsigned(),
         );
-        let status = if !self.allowed.uids.contains(&uid) {
-            warn!(
-                pid,
-                uid, "process refused: its user may not attach; see --attach-uid"
-            );
+        let Clients {
+            uids, endpoints, ..
+        } = self.allowed;
+        let status = if !uids.contains(&uid) {
+            if let Some(suppressed) = self.pages.admit_log() {
+                let why = "its user may not attach; see --attach-uid";
+                warn!(pid, uid, suppressed, "process refused: {why}");
+            }
             Status::NotPermitted
-        } else if self.clients.fetch_add(1, Ordering::Relaxed) >= self.allowed.endpoints + MAX_NEW {
-            self.clients.fetch_sub(1, Ordering::Relaxed);
-            Status::Full
-        } else {
+        } else if let Some(place) = self.clients.take(uid, uids, endpoints + MAX_NEW) {
             let serve = move || {
-                self.serve(&socket, pid);
-                self.clients.fetch_sub(1, Ordering::Relaxed);
+                self.serve(&socket, uid, pid);
+                drop(place);
             };
             if let Err(error) = thread::Builder::new().spawn_scoped(scope, serve) {
                 warn!(pid, "cannot serve a process: {error}");
-                self.clients.fetch_sub(1, Ordering::Relaxed);
             }
             return;
+        } else {
+            Status::Full
         };
         let _ = answer(&socket, &Answer::refusal(status, Version::default()), &[]);
     }
@@ -229,14 +244,25 @@ enum Wake {
 }
 
 impl Pages {
+    /// Whether to log what a client has caused: as [`LogLimit::admit`](zerosock_sys::LogLimit::admit).
+    fn admit_log(&self) -> Option<Option<u64>> {
+        self.log.admit(Instant::now())
+    }
+
     /// Serves the client of an endpoint until it, the host or the agent ends. `pid` is for the log.
     pub(super) fn run(&self, socket: &OwnedFd, mut attachment: Attachment, pid: u32) {
         let cid = attachment.stream.cid;
-        info!(%cid, pid, "process attached");
+        if let Some(suppressed) = self.admit_log() {
+            info!(%cid, pid, suppressed, "process attached");
+        }
         let end = self.wait_for_end(socket, &mut attachment);
-        match &end {
-            End::Host(reason) => warn!(%cid, pid, "endpoint ended by the host: {reason}"),
-            End::Ours(reason) => info!(%cid, pid, "process gone: {reason}"),
+        if let Some(suppressed) = self.admit_log() {
+            match &end {
+                End::Host(reason) => {
+                    warn!(%cid, pid, suppressed, "endpoint ended by the host: {reason}");
+                }
+                End::Ours(reason) => info!(%cid, pid, suppressed, "process gone: {reason}"),
+            }
         }
         self.detach(socket, attachment, matches!(end, End::Host(_)));
     }

@@ -14,6 +14,7 @@ mod attachment;
 mod client;
 mod event;
 pub mod keeper;
+mod places;
 
 use std::fs::DirBuilder;
 use std::io;
@@ -29,6 +30,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::thread::{CapabilitySet, capabilities};
+use zerosock_sys::LogLimit;
 use zerosock_sys::hugetlbfs::HugeDir;
 
 pub use self::attachment::AgentError;
@@ -83,6 +85,7 @@ impl Agent {
                 key,
                 stop: Event::new()?,
                 recovered: Event::new()?,
+                log: LogLimit::default(),
             }),
             threads: Mutex::default(),
         };

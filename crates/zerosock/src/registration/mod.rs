@@ -136,7 +136,6 @@ reasons! {
     MEMORY_CHANGED = 18: "the pages are not in the VM's new memory, or have lost their values while the VM was stopped",
     MEMORY_LOST = 19: "memory of the VM has vanished",
     DOORBELL_CLOSED = 20: "the doorbell was closed",
-    RING_BROKEN = 21: "a ring is broken",
     REMOVED = 22: "the daemon ends, or the VM or the option was removed",
     ATTACHMENT_IN_USE = 23: "another request has named this attachment, and its pages may be in use",
     NOT_STOPPED = 24: "a program on the host has kept a buffer in the pages for too long, so their queues could not stop",

@@ -167,10 +167,12 @@ impl GuestServer {
             state.next_check = Some(until);
             self.directory.guests.page_failures.add(1);
             let failures = state.failures;
-            tracing::warn!(
-                %vm, failures,
-                "guest endpoints: a page has not shown its value; after {MAX_FAILURES} failures the port is shut until \
-                 the VM is reset"
+            self.warn(
+                vm,
+                &format!(
+                    "a page has not shown its value, {failures} times by now; after {MAX_FAILURES} the port is shut until \
+                     the VM is reset"
+                ),
             );
         }
         let Some(stream) = self.remove(key, cx) else {

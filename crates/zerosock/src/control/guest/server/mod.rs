@@ -183,8 +183,10 @@ impl GuestServer {
                 };
                 let failures = std::mem::take(&mut state.failures);
                 state.next_check = None;
-                if failures >= MAX_FAILURES {
-                    tracing::info!(%vm, "guest endpoints: the port is open again after a reset");
+                if failures >= MAX_FAILURES
+                    && let Some(suppressed) = self.admit_log(vm)
+                {
+                    tracing::info!(%vm, suppressed, "guest endpoints: the port is open again after a reset");
                 }
                 self.check_next(vm, cx);
             }

@@ -2,6 +2,7 @@
 
 mod agent;
 mod attach;
+mod blocks;
 mod calls;
 mod forward;
 mod kexec;

@@ -14,8 +14,8 @@ use zerosock::vsock::{Endpoint, OpenError, Stream};
 use zerosock::{Address, Cid, Port};
 use zerosock_cli::vm::pattern::Pattern;
 
-use super::blocks;
 use super::exchange::{ENDLESS, Expected, Header};
+use super::own_pages::free_own_pages;
 use super::terms::{LIMIT, Order, POLL};
 
 /// Bytes each way after which a client says that it runs.
@@ -85,7 +85,7 @@ pub(super) fn run(options: &Options) -> io::Result<()> {
             println!("running");
         }
         if let Some(order) = ORDER.get().filter(|_| told && !is_free) {
-            blocks::free_own_pages(order.how)?;
+            free_own_pages(order.how)?;
             is_free = true;
             println!("freed");
             if !order.goes_on {

@@ -2,10 +2,10 @@
 //! has patterns that are checked; and attaches and detaches many times. Whatever is killed, no foreign byte changes, and
 //! nothing leaks.
 
-mod blocks;
 mod client;
 pub mod exchange;
 mod lab;
+mod own_pages;
 mod patterns;
 mod processes;
 mod terms;

@@ -12,9 +12,11 @@ use std::thread::{self, JoinHandle};
 
 use rustix::process::setpriority_process;
 
-use super::blocks::{Block, SMALL, Template};
 use super::terms::{POLL, wait_until};
+use crate::guest::blocks::{self, Block, SMALL, Template};
 
+/// Of the pattern. No stream has it.
+const SEED: u64 = 0x5eed_0000_0000;
 /// Small pages are taken above the first amount of available memory and given back below the second.
 const PLENTY: u64 = 64 << 20;
 const SCARCE: u64 = 40 << 20;
@@ -48,7 +50,7 @@ pub(super) struct Patterns {
 impl Patterns {
     pub(super) fn start() -> Patterns {
         let shared = Arc::new(Shared {
-            template: Template::new(),
+            template: Template::new(SEED),
             blocks: Default::default(),
             held: AtomicU64::new(0),
             leave: AtomicU64::new(0),
@@ -205,20 +207,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn number(text: &str) -> u64 {
-    text.trim().parse().unwrap_or(0)
-}
-
 /// Huge pages of the guest that nothing has.
 pub(super) fn free_huge_pages() -> io::Result<u64> {
     let text = fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")?;
-    Ok(number(&text))
+    Ok(text.trim().parse().unwrap_or(0))
 }
 
 /// Bytes that processes can still get.
 pub(super) fn available() -> io::Result<u64> {
-    let text = fs::read_to_string("/proc/meminfo")?;
-    let line = text.lines().find_map(|it| it.strip_prefix("MemAvailable:"));
-    let kib = line.map(|it| number(it.trim_end_matches("kB")));
-    Ok(kib.unwrap_or(0) << 10)
+    blocks::memory("MemAvailable")
 }

@@ -1,25 +1,23 @@
-//! Memory of the guest with a pattern, and how a client frees the pages of its own file.
+//! Memory of this guest with a pattern: a write of a device into memory that it does not have any more changes it.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
-use std::fs;
+use std::fs::{self, File};
 use std::hint::black_box;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 use std::ptr::{self, NonNull};
 use std::slice;
 
-use rustix::fs::{FallocateFlags, fallocate, fstat, ftruncate};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
-use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
 use zerosock_cli::vm::pattern::Pattern;
-
-use super::terms::{How, PAGES};
 
 const PAGE: usize = 4096;
 /// Bytes of a huge page, and of a block of small ones.
 const HUGE: usize = 2 << 20;
 pub(super) const SMALL: usize = 4 << 20;
+/// The bits of the frame number in `/proc/self/pagemap`.
+const FRAME: u64 = (1 << 55) - 1;
 /// Bytes at the beginning of a page that no other page has.
 const NUMBERS: usize = 16;
 
@@ -88,6 +86,16 @@ impl Block {
         Ok(())
     }
 
+    /// The physical addresses of its pages.
+    pub(super) fn addresses(&self) -> io::Result<Vec<u64>> {
+        let mut entries = vec![0; self.len / PAGE * 8];
+        let first = self.start.addr().get() / PAGE * 8;
+        File::open("/proc/self/pagemap")?.read_exact_at(&mut entries, first as u64)?;
+        let (entries, _) = entries.as_chunks();
+        let frames = entries.iter().map(|it| u64::from_ne_bytes(*it) & FRAME);
+        Ok(frames.map(|frame| frame * PAGE as u64).collect())
+    }
+
     fn bytes(&self) -> &[u8] {
         // SAFETY: the mapping is readable, has this length, and lives as long as the value. Only `new` writes to it; a
         // device that does so against all rules is what `check` is for, which reads through `black_box`.
@@ -118,61 +126,17 @@ fn numbers(block: u64, page: usize) -> [u8; NUMBERS] {
 pub(super) struct Template(Vec<u8>);
 
 impl Template {
-    pub(super) fn new() -> Template {
-        /// No stream has it.
-        const SEED: u64 = 0x5eed_0000_0000;
-        Template(Pattern::bytes(SEED, PAGE))
+    pub(super) fn new(seed: u64) -> Template {
+        Template(Pattern::bytes(seed, PAGE))
     }
 }
 
-/// The only file of the agent that this process has open.
-fn own_file() -> io::Result<(i32, String)> {
-    for entry in fs::read_dir("/proc/self/fd")? {
-        let entry = entry?;
-        // The descriptor of the directory itself is closed meanwhile.
-        let target = fs::read_link(entry.path()).unwrap_or_default();
-        if target.starts_with(PAGES)
-            && let Some(fd) = entry.file_name().to_str().and_then(|it| it.parse().ok())
-        {
-            return Ok((fd, target.to_string_lossy().into_owned()));
-        }
-    }
-    Err(io::Error::other("no file of huge pages is open"))
-}
-
-/// Frees all pages of the memory of the endpoint of this process.
-pub(super) fn free_own_pages(how: How) -> io::Result<()> {
-    let (fd, path) = own_file()?;
-    if how == How::Remove {
-        return remove_mapping(&path);
-    }
-    // The endpoint owns the descriptor; this is a copy.
-    let own = pidfd_open(getpid(), PidfdFlags::empty())?;
-    let file: OwnedFd = pidfd_getfd(own, fd, PidfdGetfdFlags::empty())?;
-    match how {
-        How::Truncate => ftruncate(&file, 0)?,
-        _ => {
-            let len = fstat(&file)?.st_size as u64;
-            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            fallocate(&file, flags, 0, len)?;
-        }
-    }
-    Ok(())
-}
-
-/// MADV_REMOVE on the mapping of this file.
-fn remove_mapping(path: &str) -> io::Result<()> {
-    let maps = fs::read_to_string("/proc/self/maps")?;
-    let mut mappings = maps.lines().filter(|line| line.ends_with(path));
-    let range = mappings.next().and_then(|line| {
-        let (start, end) = line.split_once(' ')?.0.split_once('-')?;
-        let [start, end] = [start, end].map(|it| usize::from_str_radix(it, 16).ok());
-        Some((start?, end?))
-    });
-    let (start, end) = range.ok_or_else(|| io::Error::other("the file is not mapped"))?;
-    let address = ptr::with_exposed_provenance_mut(start);
-    // SAFETY: the mapping is that of memory which the daemon on the host writes as well, so all of this process's
-    // accesses to it are volatile. Later ones find zeroes.
-    unsafe { madvise(address, end - start, Advice::LinuxRemove)? };
-    Ok(())
+/// The bytes of memory that `/proc/meminfo` has under this name.
+pub(super) fn memory(name: &str) -> io::Result<u64> {
+    let text = fs::read_to_string("/proc/meminfo")?;
+    let line = text.lines().find_map(|it| it.strip_prefix(name));
+    let number = line.and_then(|it| it.strip_prefix(':')?.strip_suffix(" kB"));
+    let kib = number.and_then(|it| it.trim().parse::<u64>().ok());
+    kib.map(|kib| kib << 10)
+        .ok_or_else(|| io::Error::other(format!("no {name} in /proc/meminfo")))
 }

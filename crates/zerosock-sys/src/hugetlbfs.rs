@@ -16,7 +16,7 @@ use rustix::fs::{FallocateFlags, fallocate, statfs};
 use rustix::io::Errno;
 use rustix::mm::{Advice, madvise};
 use rustix::mount::{MountFlags, mount};
-use zerosock_ring::{Memory, Piece, RegionConfig};
+use zerosock_ring::{Memory, Piece};
 
 use crate::memfd;
 pub use crate::memfd::HUGE_PAGE;
@@ -182,13 +182,7 @@ impl HugeMapping {
         if len == 0 || !len.is_multiple_of(HUGE_PAGE) {
             return Err(HugePageError::Length(len));
         }
-        let region = RegionConfig {
-            guest_addr: 0,
-            user_addr: 0,
-            len,
-            fd_offset: 0,
-        };
-        let memory = Memory::map(vec![(file, region)]).map_err(io::Error::other)?;
+        let memory = Memory::of_file(file, len).map_err(io::Error::other)?;
         let mut start = Vec::new();
         let translated = memory.translate(0, 1, &mut start);
         translated.map_err(io::Error::other)?;

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use zerosock_proto::Instant;
 use zerosock_proto::wire::net::{ETHERNET_LEN, Header, MAX_FRAME, Offloads, Repr};
-use zerosock_ring::{Memory, Piece, RegionConfig, SliceBuf};
+use zerosock_ring::{Memory, Piece, SliceBuf};
 use zerosock_sys::memfd;
 use zerosock_virtio::deadline::earlier;
 use zerosock_virtio::device::{Context, Event, WorkerDevice};
@@ -88,13 +88,7 @@ impl<B: Backend<Message = Never>> Uplink<B> {
     ) -> io::Result<Uplink<B>> {
         let size = ROOM as u64;
         let file: OwnedFd = memfd::create("zerosock-uplink", size, true)?;
-        let region = RegionConfig {
-            guest_addr: 0,
-            user_addr: 0,
-            len: size,
-            fd_offset: 0,
-        };
-        let memory = Memory::map(vec![(file, region)]).map_err(io::Error::other)?;
+        let memory = Memory::of_file(file, size).map_err(io::Error::other)?;
         let mut room = Vec::new();
         let translated = memory.translate(0, ROOM as u32, &mut room);
         translated.map_err(io::Error::other)?;

@@ -126,14 +126,9 @@ fn add_tso(batch: &mut Batch, memory: &Arc<Memory>) {
 
 /// Memory with the headers of TCP over IPv4 in front of zeroes.
 fn memory() -> Arc<Memory> {
-    let region = RegionConfig {
-        guest_addr: 0,
-        user_addr: 0,
-        len: 64 << 10,
-        fd_offset: 0,
-    };
-    let file: OwnedFd = memfd::create("guest", region.len, true).unwrap();
-    let memory = Memory::map(vec![(file, region)]).unwrap();
+    let len = 64 << 10;
+    let file: OwnedFd = memfd::create("guest", len, true).unwrap();
+    let memory = Memory::of_file(file, len).unwrap();
     let mut headers = [0; HEADERS];
     headers[12..14].copy_from_slice(&[8, 0]);
     headers[14] = 0x45;

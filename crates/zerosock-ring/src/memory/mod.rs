@@ -100,6 +100,20 @@ impl Memory {
         Memory::map_with(regions, None)
     }
 
+    /// Maps the first `len` bytes of a file, which have the addresses from 0.
+    ///
+    /// # Errors
+    /// [`MapError`]; nothing stays mapped.
+    pub fn of_file(file: impl AsFd, len: u64) -> Result<Memory, MapError> {
+        let region = RegionConfig {
+            guest_addr: 0,
+            user_addr: 0,
+            len,
+            fd_offset: 0,
+        };
+        Memory::map(vec![(file, region)])
+    }
+
     /// As [`map`](Memory::map); `unmapper` gets the regions when nothing uses them any more.
     ///
     /// # Errors

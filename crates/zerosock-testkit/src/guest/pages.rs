@@ -11,7 +11,7 @@ use zerosock::guest::agent::keeper::{Keeper, KeeperEntry};
 use zerosock::guest::key::Nonce;
 use zerosock::guest::page_value::{PAGE, write_values};
 use zerosock::guest::wire::AttachmentId;
-use zerosock_ring::{Memory, RegionConfig};
+use zerosock_ring::Memory;
 use zerosock_sys::hugetlbfs::{HUGE_PAGE, HugeDir, HugeMapping};
 use zerosock_sys::pagemap;
 use zerosock_sys::pin::Pin;
@@ -109,11 +109,6 @@ fn keeper() -> io::Result<Keeper> {
 }
 
 pub(super) fn map(file: &OwnedFd) -> io::Result<Memory> {
-    let region = RegionConfig {
-        guest_addr: 0,
-        user_addr: 0,
-        len: rustix::fs::fstat(file)?.st_size as u64,
-        fd_offset: 0,
-    };
-    Memory::map(vec![(file, region)]).map_err(other)
+    let len = rustix::fs::fstat(file)?.st_size as u64;
+    Memory::of_file(file, len).map_err(other)
 }

@@ -12,7 +12,7 @@ use zerosock::guest::key::Nonce;
 use zerosock::guest::page_value::{PAGE, find_wrong_page};
 use zerosock_cli::vm::initramfs::Builder;
 use zerosock_cli::vm::qemu;
-use zerosock_ring::{Extent, Memory, RegionConfig};
+use zerosock_ring::{Extent, Memory};
 use zerosock_testkit::guest::NAME;
 use zerosock_testkit::protocol::Command;
 use zerosock_testkit::remote::{Guest, agent};
@@ -166,14 +166,8 @@ impl Machine {
 
     /// The extents as the host sees them, in the order in which the guest has named them.
     pub(crate) fn view(&self, extents: &[Extent]) -> Memory {
-        let all = RegionConfig {
-            guest_addr: 0,
-            user_addr: 0,
-            len: self.size,
-            fd_offset: 0,
-        };
         let file = File::options().read(true).write(true).open(&self.memory);
-        let memory = Memory::map(vec![(file.expect("the guest's memory"), all)]);
+        let memory = Memory::of_file(file.expect("the guest's memory"), self.size);
         let memory = Arc::new(memory.expect("a mapping"));
         Memory::of_extents(&memory, extents).expect("extents in the guest's memory")
     }

@@ -11,7 +11,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 use zerosock_proto::wire::vsock::{Op, Repr};
 use zerosock_proto::{Address, Cid, Port};
-use zerosock_ring::{Extent, Memory, RegionConfig};
+use zerosock_ring::{Extent, Memory};
 use zerosock_sys::account::Budget;
 use zerosock_sys::socket_path;
 use zerosock_vhost_user::session::F_VERSION_1;
@@ -140,13 +140,7 @@ pub(crate) fn bytes(from: usize, count: usize) -> Vec<u8> {
 }
 
 fn map(ram: &OwnedFd, len: u64) -> Arc<Memory> {
-    let region = RegionConfig {
-        guest_addr: 0,
-        user_addr: 0,
-        len,
-        fd_offset: 0,
-    };
-    Arc::new(Memory::map(vec![(ram.try_clone().unwrap(), region)]).unwrap())
+    Arc::new(Memory::of_file(ram, len).unwrap())
 }
 
 pub(crate) fn terms() -> Terms {

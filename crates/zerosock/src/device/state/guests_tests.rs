@@ -1,7 +1,6 @@
 //! The order of the commands to the device of an endpoint, and what their answers mean.
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
-use zerosock_ring::RegionConfig;
 use zerosock_sys::account::Budget;
 
 use super::super::queue_index::TX;
@@ -10,13 +9,7 @@ use super::*;
 fn attachment() -> Attachment {
     let file = memfd_create("vm", MemfdFlags::CLOEXEC).unwrap();
     ftruncate(&file, Extent::HUGE_PAGE).unwrap();
-    let region = RegionConfig {
-        guest_addr: 0,
-        user_addr: 0,
-        len: Extent::HUGE_PAGE,
-        fd_offset: 0,
-    };
-    let parent = Arc::new(Memory::map(vec![(file, region)]).unwrap());
+    let parent = Arc::new(Memory::of_file(file, Extent::HUGE_PAGE).unwrap());
     let extents = vec![Extent {
         addr: 0,
         len: Extent::HUGE_PAGE,

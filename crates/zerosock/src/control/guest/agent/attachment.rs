@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use rustix::net::{SendFlags, Shutdown, send, shutdown};
 use rustix::rand::{GetRandomFlags, getrandom};
 use tracing::{info, warn};
-use zerosock_ring::{Memory, RegionConfig};
+use zerosock_ring::Memory;
 use zerosock_sys::hugetlbfs::{HugeDir, HugePageError};
 use zerosock_sys::{LogLimit, vsock};
 
@@ -183,13 +183,7 @@ impl Pages {
         len: u64,
     ) -> Result<Registered, AgentError> {
         let extents = self.keeper.pin(id, file)?;
-        let region = RegionConfig {
-            guest_addr: 0,
-            user_addr: 0,
-            len,
-            fd_offset: 0,
-        };
-        let memory = Memory::map(vec![(file, region)]).map_err(io::Error::other)?;
+        let memory = Memory::of_file(file, len).map_err(io::Error::other)?;
         let stream = self.open_stream()?;
         let register = Register {
             attachment: id,
@@ -293,11 +287,11 @@ impl Pages {
             }
             true
         })
-    // From a port of any process, not from one below 1024: the client gets this socket.
     }
 }
 
 fn open_doorbell(stream: &Registered) -> io::Result<OwnedFd> {
+    // From a port of any process, not from one below 1024: the client gets this socket.
     let doorbell = vsock::connect_blocking(HOST, DOORBELL_PORT.get(), CONNECT)?;
     // A few bytes fit an empty stream at once.
     match send(

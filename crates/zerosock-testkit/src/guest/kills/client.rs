@@ -109,6 +109,8 @@ fn attach(options: &Options) -> io::Result<Endpoint> {
             .queue_size(QUEUE_SIZE)
             .receive_buffers(BUFFER)
             .transmit_buffers(BUFFER)
+            .connect_timeout(LIMIT)
+            .attach_timeout(LIMIT)
             .attach(&options.socket);
         match endpoint {
             // Pages of the endpoint before may not be free yet.

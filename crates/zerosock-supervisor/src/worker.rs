@@ -1,0 +1,123 @@
+//! One worker process, from its start to its end.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::net::SendFlags;
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+use crate::message::{Operation, encode};
+use crate::socket;
+use crate::store::{Store, Value};
+
+/// What only the supervisor uses of the service manager's environment.
+const REMOVED: [&str; 6] = [
+    "NOTIFY_SOCKET",
+    "WATCHDOG_PID",
+    "WATCHDOG_USEC",
+    "LISTEN_PID",
+    "LISTEN_FDS",
+    "LISTEN_FDNAMES",
+];
+/// Most entries sent in one turn of the loop.
+const ENTRIES_PER_TURN: usize = 256;
+
+/// A worker process. Dropping it kills the process, if it still runs.
+#[derive(Debug)]
+pub(crate) struct Worker {
+    pub(crate) child: Child,
+    /// Readable when the process has ended.
+    pub(crate) process: OwnedFd,
+    /// `None` after an end of file or a violation.
+    pub(crate) socket: Option<OwnedFd>,
+    /// Entries that it has not been sent; `None` after `End`.
+    pub(crate) unsent: Option<VecDeque<(String, Arc<Value<OwnedFd>>)>>,
+    started: Instant,
+    /// When its last `Alive` was received.
+    pub(crate) last_alive: Option<Instant>,
+    /// It was told to end, or has said that it does.
+    pub(crate) ending: bool,
+    killed: bool,
+}
+
+impl Worker {
+    /// Starts a program that gets the entries of a store.
+    pub(crate) fn start(mut program: Command, store: &Store<OwnedFd>) -> io::Result<Worker> {
+        let (ours, theirs) = socket::pair()?;
+        for name in REMOVED {
+            program.env_remove(name);
+        }
+        // In a process group of its own it gets a terminal's signals once, from the supervisor.
+        program.env(crate::client::SUPERVISED, "1").process_group(0);
+        let mut child = program.stdin(Stdio::from(theirs)).spawn()?;
+        let process = pidfd_open(Pid::from_child(&child), PidfdFlags::empty());
+        Ok(Worker {
+            process: process.inspect_err(|_| drop(child.kill()))?,
+            child,
+            socket: Some(ours),
+            unsent: Some(store.entries().collect()),
+            started: Instant::now(),
+            last_alive: None,
+            ending: false,
+            killed: false,
+        })
+    }
+
+    /// Sends entries, then `End`, as far as the socket takes them.
+    pub(crate) fn send_entries(&mut self, store: &Store<OwnedFd>) -> io::Result<()> {
+        for _ in 0..ENTRIES_PER_TURN {
+            let (Some(socket), Some(unsent)) = (&self.socket, &mut self.unsent) else {
+                break;
+            };
+            let (operation, fds) = match unsent.front() {
+                Some((key, value)) => {
+                    let fds: Vec<_> = value.fds.iter().map(OwnedFd::as_fd).collect();
+                    (Operation::Put(key, &value.bytes, fds.len()), fds)
+                }
+                None => (Operation::End(store.limits), Vec::new()),
+            };
+            let datagram = encode(&[operation]).map_err(io::Error::other)?;
+            match socket::send(socket, &datagram, &fds, SendFlags::DONTWAIT) {
+                Ok(()) if unsent.pop_front().is_some() => {}
+                // All is sent, or the process has ended, and its messages are to be received.
+                Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => self.unsent = None,
+                Err(Errno::AGAIN) => break,
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// The time from which on it counts as hanging if no `Alive` is received.
+    pub(crate) fn deadline(&self, start: Duration, alive: Duration) -> Option<Instant> {
+        let deadline = self
+            .last_alive
+            .map_or(self.started + start, |last| last + alive);
+        (!self.ending && !self.killed).then_some(deadline)
+    }
+
+    /// Passes a signal on.
+    pub(crate) fn signal(&mut self, signal: Signal) {
+        self.ending |= signal == Signal::TERM || signal == Signal::INT;
+        // Fails only if the process has ended.
+        let _ = pidfd_send_signal(&self.process, signal);
+    }
+
+    pub(crate) fn kill(&mut self) {
+        self.killed = true;
+        // Fails only if the process has ended.
+        let _ = self.child.kill();
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}

@@ -43,7 +43,7 @@ impl<'a> Batch<'a> {
         self.push(Operation::Put(key, bytes, fds.len()))
     }
 
-    /// Removes the entry with the key `prefix` and all whose keys continue it after a slash.
+    /// Removes the entry with the key `prefix`, and all entries with keys that continue it after a slash.
     pub fn remove(self, prefix: &'a str) -> Batch<'a> {
         self.push(Operation::Remove(prefix))
     }
@@ -80,8 +80,8 @@ impl Client {
         std::env::var_os(SUPERVISED).is_some()
     }
 
-    /// Takes the socket from standard input, in whose place it puts /dev/null, and receives all entries in
-    /// the order of their insertion. From then on the kernel kills this process when the supervisor dies,
+    /// Takes the socket from standard input, puts /dev/null there, and receives all entries in the order of
+    /// their insertion. From then on the kernel kills this process when the supervisor dies,
     /// until it changes its user.
     ///
     /// # Errors

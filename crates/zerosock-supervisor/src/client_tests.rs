@@ -10,7 +10,7 @@ const LIMITS: Limits = Limits {
     descriptors: 2,
 };
 
-/// A client whose store has the entry `old` with a descriptor, and the other end.
+/// A client with a store that has the entry `old` with a descriptor, and the other end.
 fn client() -> (Client, OwnedFd) {
     let (ours, theirs) = socket::pair().unwrap();
     let (a, _b) = UnixStream::pair().unwrap();
@@ -60,16 +60,14 @@ fn batch_is_sent_as_one_message_with_its_descriptors() {
     client.stopping().unwrap();
     client.notify("READY=1").unwrap();
     client.notify("MAINPID=1").unwrap_err();
-    let messages = [next(&supervisor), next(&supervisor), next(&supervisor)];
-    let messages = messages
-        .map(|message| decode(&message.unwrap().0, 0).unwrap()[0])
-        .to_vec();
-    let expected = [
+    for expected in [
         Operation::Alive,
         Operation::Stopping,
         Operation::Notify("READY=1"),
-    ];
-    assert_eq!(messages, expected);
+    ] {
+        let (message, fds) = next(&supervisor).unwrap();
+        assert_eq!(decode(&message, fds).unwrap(), [expected]);
+    }
     drop(b);
 }
 

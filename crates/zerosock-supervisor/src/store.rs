@@ -4,8 +4,8 @@
 //! - [`Store::apply`] executes a whole batch or changes nothing.
 //! - The store drops no descriptor, which could take long: [`Store::take_removed`] has them.
 //!
-//! The worker process has a store without descriptors, `Store<()>`, whose errors tell it before it sends a
-//! batch that the supervisor could not apply it.
+//! The worker process has a store without descriptors, `Store<()>`: it refuses, before
+//! it is sent, a batch that the supervisor could not apply.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -24,7 +24,7 @@ pub(crate) struct Value<F> {
 /// An entry, with the number that orders it.
 type Slot<F> = (u64, Arc<Value<F>>);
 
-/// The entry to whose first descriptor a batch writes, and what.
+/// An entry, and what a batch writes to its first descriptor.
 pub(crate) type PendingWrite<'a, F> = (Arc<Value<F>>, &'a [u8]);
 
 #[derive(Debug)]

@@ -14,8 +14,11 @@ fn apply(store: &mut Store<u32>, batch: &[Operation<'_>], fds: &[u32]) -> Result
     store.apply(batch, fds.to_vec(), |_| Ok(()))
 }
 
-/// Keys, bytes and descriptors in order.
-fn contents(store: &Store<u32>) -> Vec<(String, Vec<u8>, Vec<u32>)> {
+/// Key, bytes and descriptors of an entry.
+type Content = (String, Vec<u8>, Vec<u32>);
+
+/// All entries in order.
+fn contents(store: &Store<u32>) -> Vec<Content> {
     let entries = store.entries();
     entries
         .map(|(key, value)| (key, value.bytes.clone(), value.fds.clone()))
@@ -120,10 +123,10 @@ fn writes_name_the_entries_of_their_place_in_the_batch() {
 
 /// The store as a list, copied for each batch.
 #[derive(Clone, Default)]
-struct Model(Vec<(String, Vec<u8>, Vec<u32>)>);
+struct Model(Vec<Content>);
 
 impl Model {
-    fn take(&mut self, key: &str) -> Option<(String, Vec<u8>, Vec<u32>)> {
+    fn take(&mut self, key: &str) -> Option<Content> {
         let at = self.0.iter().position(|entry| entry.0 == key)?;
         Some(self.0.remove(at))
     }
@@ -148,7 +151,7 @@ impl Model {
                 _ => return None,
             }
         }
-        let sum = |size: fn(&(String, Vec<u8>, Vec<u32>)) -> usize| model.0.iter().map(size).sum();
+        let sum = |size: fn(&Content) -> usize| model.0.iter().map(size).sum();
         let sums: [usize; 3] = [
             sum(|_| 1),
             sum(|e| e.0.len() + e.1.len()),

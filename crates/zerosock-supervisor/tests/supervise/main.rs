@@ -343,8 +343,8 @@ fn service_manager_hears_of_states_and_progress_from_the_supervisor_only() {
 
 #[test]
 fn worker_process_dies_with_its_supervisor() {
-    let running = Running::start("count");
-    let (worker, ..) = started(&running.report());
+    let running = Running::start("idle");
+    let worker = Pid::from_raw(running.report().parse().unwrap()).unwrap();
     running.signal(Signal::KILL);
     wait_for_end(worker);
 }

@@ -39,6 +39,10 @@ pub(crate) fn run(scenario: &str) -> ! {
         "hasty" => fill(&client, &entries),
         "write" => write(&client),
         "states" => states(&client),
+        "idle" => {
+            report(&std::process::id().to_string());
+            wait()
+        }
         _ => panic!("no scenario {scenario}"),
     };
     let Err(error) = result;
@@ -146,13 +150,26 @@ pub(crate) fn hostile_messages() -> Vec<(Vec<u8>, usize)> {
         .collect();
     let mut truncated = message(&[bad(), bad()]);
     truncated.pop();
+    // Without its last byte it would be valid.
+    let parts = [
+        [MAX_BYTES; 7].as_slice(),
+        &[MAX_DATAGRAM - 4 - 7 * (9 + MAX_BYTES) - 9],
+    ]
+    .concat();
+    let parts: Vec<_> = parts
+        .iter()
+        .map(|length| operation(1, 0, b"k", &vec![0; *length]))
+        .collect();
+    let mut too_long = message(&parts);
+    assert_eq!(too_long.len(), MAX_DATAGRAM);
+    too_long.push(0);
     vec![
         (random, 0),
         (vec![1], 0),
         (vec![9, 0, 0, 0], 0),
         (truncated, 0),
         ([message(&[bad()]), vec![0]].concat(), 0),
-        (vec![0; MAX_DATAGRAM + 1], 0),
+        (too_long, 0),
         (with_bad(99, 0, b"", b""), 0),
         (with_bad(1, 0, b"big", &vec![0; MAX_BYTES + 1]), 0),
         (with_bad(1, 0, b"not printable\n", b""), 0),

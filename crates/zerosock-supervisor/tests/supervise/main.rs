@@ -13,7 +13,9 @@ use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, kill_process, pidfd_open, set_parent_process_death_signal,
+};
 use zerosock_supervisor::{Client, Config, Limits, RestartPolicy, Supervisor};
 
 const LONG: Duration = Duration::from_secs(120);
@@ -57,6 +59,8 @@ fn helper_process() {
     if Client::is_supervised() {
         workers::run(&scenario);
     }
+    // A test that is killed leaves no supervisor behind.
+    set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
     tracing_subscriber::fmt()
         .with_writer(io::stderr)
         .with_ansi(false)

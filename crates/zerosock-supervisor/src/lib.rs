@@ -8,7 +8,7 @@
 //! - A batch is one datagram, and is applied as a whole or not at all.
 //! - Messages of the worker process are hostile input: one that breaks a rule changes nothing and ends that
 //!   worker process. Nothing panics, and every amount has a bound.
-//! - The loop of the supervisor waits in poll(2) only; other calls that can wait are in [`background`].
+//! - The loop of the supervisor waits in poll(2) only; calls that can wait are made by other threads.
 #![forbid(unsafe_code)]
 
 mod background;

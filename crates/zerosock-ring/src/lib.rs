@@ -71,6 +71,9 @@ mod memory;
 #[cfg(not(loom))]
 #[allow(unsafe_code)]
 mod slice;
+#[cfg(not(loom))]
+#[allow(unsafe_code)]
+mod state_map;
 
 #[cfg(not(loom))]
 #[allow(unsafe_code)]
@@ -90,6 +93,7 @@ pub use {
         DriverQueue, FixedChain, FrontChain, FrontToken, MAX_QUEUE_SIZE, PopError, QueueConfig,
         QueueError, Single, Singles, Used,
     },
+    state_map::{StateArray, StateMap, StateMapError, StateWord},
     trust::{Claim, Trust},
 };
 

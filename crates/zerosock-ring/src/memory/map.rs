@@ -118,7 +118,7 @@ unsafe impl Send for RetiredRegion {}
 
 impl RetiredRegion {
     /// A mapping that its maker alone has, and nothing uses once the result is dropped.
-    pub(super) fn new(start: *mut u8, len: usize) -> RetiredRegion {
+    pub(crate) fn new(start: *mut u8, len: usize) -> RetiredRegion {
         RetiredRegion { start, len }
     }
 

@@ -90,8 +90,8 @@ pub use {
     slice::{GuestSlice, Piece, SliceBuf},
     split::{
         AddError, BrokenReason, Buffer, Chain, ChainFault, DeviceQueue, DriverError, DriverLayout,
-        DriverQueue, FixedChain, FrontChain, FrontToken, MAX_QUEUE_SIZE, PopError, QueueConfig,
-        QueueError, Single, Singles, Used,
+        DriverQueue, FixedChain, FrontChain, FrontToken, InflightRecord, LostChains,
+        MAX_QUEUE_SIZE, PopError, QueueConfig, QueueError, Single, Singles, Used,
     },
     state_map::{StateArray, StateMap, StateMapError, StateWord},
     trust::{Claim, Trust},

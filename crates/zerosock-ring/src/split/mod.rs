@@ -20,10 +20,21 @@ mod loom_tests;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
+/// Behind each store of the device half that a successor can find. Tests end the process here.
+#[cfg(not(loom))]
+#[inline(always)]
+fn stored() {
+    #[cfg(all(test, not(miri)))]
+    tests::inflight::stored();
+}
+
 #[cfg(not(loom))]
 pub use {
     chain::{Chain, ChainFault},
-    device::{BrokenReason, DeviceQueue, FrontChain, FrontToken, PopError, Single, Singles},
+    device::{
+        BrokenReason, DeviceQueue, FrontChain, FrontToken, InflightRecord, LostChains, PopError,
+        Single, Singles,
+    },
     driver::{AddError, Buffer, DriverError, DriverQueue, FixedChain, Used},
     layout::{DriverLayout, MAX_QUEUE_SIZE, QueueConfig, QueueError},
 };

@@ -13,6 +13,7 @@ use super::index::IndexWords;
 use super::layout::{
     Descriptor, QueueError, avail_len, check_overlap, check_size, desc_len, used_len,
 };
+use super::stored;
 use crate::memory::Memory;
 
 /// Addresses of the three parts, in the address space of the resolver.
@@ -166,7 +167,9 @@ impl Rings {
     pub(crate) fn set_used_element(&self, position: u16, id: u32, len: u32) {
         let (id_word, len_word) = self.element_words(position);
         id_word.store(id.to_le(), Relaxed);
+        stored();
         len_word.store(len.to_le(), Relaxed);
+        stored();
     }
 
     #[inline]

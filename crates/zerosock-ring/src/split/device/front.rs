@@ -102,6 +102,7 @@ impl DeviceQueue {
         let most = if token.writable { token.len() } else { 0 };
         debug_assert!(written <= most, "written past the end of the chain");
         self.add_used(token.head, written.min(most));
+        self.record_completed_front();
     }
 
     /// Pops the chain as it was read.
@@ -121,6 +122,7 @@ impl DeviceQueue {
         );
         self.outstanding += 1;
         self.held_descriptors += chain.descriptors;
+        self.record_popped(chain.head);
         chain
     }
 

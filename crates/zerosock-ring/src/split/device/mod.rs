@@ -8,15 +8,19 @@
 //! - A chain can have as many descriptors as the table, also in a loop, and return at once. Callers
 //!   bound the time that this takes by [`DeviceQueue::walked`].
 //! - Only `complete` and the calls in `device/publish.rs` write into the used ring.
+//! - Each chain that is popped, unpopped or completed is written down, if there is a record for it: see
+//!   `device/inflight.rs`.
 //! - Every write into the driver's memory is marked in the log, if there is one: buffers and elements
 //!   of the used ring in `complete`, its other words where they are written.
 
 use std::sync::Arc;
 
 mod front;
+mod inflight;
 mod publish;
 mod single;
 
+pub use self::inflight::{InflightRecord, LostChains};
 pub use self::single::{Single, Singles};
 use super::chain::{Chain, ChainFault, LongChain, Pool};
 use super::index::{Consumer, IndexJump, Producer};
@@ -107,6 +111,8 @@ pub struct DeviceQueue {
     used_cache: Vec<u64>,
     /// Pieces of the indirect table being walked.
     table: Vec<Piece>,
+    /// Where popped chains are written down.
+    inflight: Option<InflightRecord>,
     /// Where writes into the driver's memory are marked.
     log: Option<Arc<DirtyLog>>,
     /// The guest address by which writes into the used ring are marked; None: they are not.
@@ -150,6 +156,7 @@ impl DeviceQueue {
             pool: Pool::default(),
             used_cache: written,
             table: Vec::new(),
+            inflight: None,
             log: None,
             used_log: None,
         })
@@ -282,6 +289,7 @@ impl DeviceQueue {
         self.avail.advance();
         self.outstanding += 1;
         self.held_descriptors += chain.descriptors;
+        self.record_popped(chain.head);
         if self.avail.seen() >= PREFETCH_DISTANCE {
             self.prefetch(position.wrapping_add(PREFETCH_DISTANCE));
         }
@@ -306,6 +314,7 @@ impl DeviceQueue {
         }
         self.avail.advance();
         self.outstanding += 1;
+        self.record_popped(head_copy);
         if self.avail.seen() >= PREFETCH_DISTANCE {
             self.prefetch(position.wrapping_add(PREFETCH_DISTANCE));
         }
@@ -497,6 +506,7 @@ impl DeviceQueue {
             "only the chain popped last can be unpopped"
         );
         self.avail.retreat();
+        self.record_unpopped(chain.head);
         self.release(chain);
     }
 
@@ -514,6 +524,7 @@ impl DeviceQueue {
         }
         let written = within(&chain, written);
         self.add_used(chain.head, written);
+        self.record_completed(chain.head);
         self.release(chain);
     }
 

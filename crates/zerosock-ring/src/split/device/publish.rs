@@ -7,6 +7,7 @@ use super::{DeviceQueue, within};
 use crate::dirty::DirtyLog;
 use crate::slice::Piece;
 use crate::split::chain::Chain;
+use crate::split::stored;
 
 /// Offset and length of the parts of the used ring (virtio 1.2, 2.7.8).
 const FLAGS: (u64, u64) = (0, 2);
@@ -32,6 +33,7 @@ impl DeviceQueue {
     #[inline]
     pub fn publish_without_notify(&mut self) {
         let published = self.used.make_visible(self.rings.used_words());
+        stored();
         if published && let Some(log) = &self.log {
             self.log_used(log, INDEX);
         }
@@ -74,7 +76,8 @@ impl DeviceQueue {
     }
 
     /// As `complete`, with a log: marks `written` bytes of the buffers, and the element of the used ring.
-    /// Before both are published, so that no front-end finds the index and not the mark. Out of line,
+    /// Before both are published and written down, so that no front-end and no successor finds them and not
+    /// the mark. Out of line,
     /// so that a chain without a log stays in registers.
     #[cold]
     #[inline(never)]
@@ -82,6 +85,7 @@ impl DeviceQueue {
         let written = within(&chain, written);
         let changed = self.add_used(chain.head, written);
         self.log_completed(chain.writable(), written, changed);
+        self.record_completed(chain.head);
         self.release(chain);
     }
 

@@ -165,6 +165,7 @@ impl DeviceQueue {
         if self.log.is_some() {
             self.log_completed(&[single.piece], written, changed);
         }
+        self.record_completed_front();
     }
 
     /// Pops the front of `singles` as a chain.
@@ -186,6 +187,7 @@ impl DeviceQueue {
             is_writable,
             piece,
         } = single;
+        self.record_popped(head);
         let (pieces, len) = ([piece, Piece::NONE], piece.len);
         Some(Chain::from_uniform(
             head,

@@ -6,6 +6,8 @@ mod device;
 mod driver;
 mod front;
 mod hostile;
+#[cfg(not(miri))] // maps a file
+pub(super) mod inflight;
 #[cfg(not(miri))]
 mod log;
 mod oracle;

@@ -104,6 +104,10 @@ pub enum DeviceCommand {
         used_log: Option<u64>,
         /// Whether the queue may process buffers already; see `EnableQueue`.
         enabled: bool,
+        /// The number of this queue start, for the record of chains in flight. A process that repeats the
+        /// command of a predecessor gives the same number, and the queue continues where the
+        /// predecessor was killed. No other start of the queue has it. 0: the queue starts at its base.
+        start: u64,
     },
     /// Replace the call descriptor of a running queue. Answer: `Done`.
     SetCall {

@@ -14,7 +14,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use zerosock_ring::{DeviceQueue, Memory};
+use zerosock_ring::{DeviceQueue, LostChains, Memory};
 use zerosock_vhost_user::session::F_LOG_ALL;
 use zerosock_vhost_user::{DeviceCommand, Reply};
 
@@ -107,6 +107,8 @@ pub struct QueueStarted {
     pub resumed: bool,
     /// The index of its first available entry.
     pub base: u16,
+    /// Chains that a predecessor was killed with, which were returned to the driver unused.
+    pub recovered: u16,
     /// The base that was answered when this device stopped it; `None`: this device has not run it before.
     pub stopped_at: Option<u16>,
 }
@@ -172,6 +174,7 @@ pub fn command<D: VirtioDevice>(
             err,
             used_log,
             enabled,
+            start: number,
         } => {
             let start = QueueStart {
                 index,
@@ -181,6 +184,7 @@ pub fn command<D: VirtioDevice>(
                 err,
                 used_log,
                 enabled,
+                number,
             };
             if has_rebooted(device.queues(), &start) {
                 device.queues().stopped_at.clear();
@@ -258,6 +262,7 @@ fn start_queue<D: VirtioDevice>(
         err,
         used_log,
         enabled,
+        number,
     } = start;
     let queues = device.queues();
     let memory = queues.memory.clone().ok_or("no memory table")?;
@@ -265,7 +270,12 @@ fn start_queue<D: VirtioDevice>(
         return Err(format!("no queue {index}"));
     }
     let stopped_at = queues.stopped_at(index).take();
-    let mut queue = DeviceQueue::new(memory, &config).map_err(|e| e.to_string())?;
+    let started = match queues.records.get(usize::from(index)) {
+        Some(record) => DeviceQueue::recover(memory, &config, record.clone(), number),
+        None => DeviceQueue::new(memory, &config).map(|queue| (queue, LostChains::default())),
+    };
+    let (mut queue, lost) = started.map_err(|e| e.to_string())?;
+    let base = queue.base();
     queue.set_used_log(used_log);
     let token = Token {
         device: device.addr().number,
@@ -279,19 +289,28 @@ fn start_queue<D: VirtioDevice>(
     queues.epoch = queues.epoch.wrapping_add(1);
     let mut ring = Ring::new(queue, kick, call, err, enabled, queues.epoch);
     ring.log = Arc::clone(&queues.log);
+    queues.log_ring(&mut ring);
+    let recovered = ring.return_lost(lost);
+    if recovered > 0 {
+        tracing::info!(
+            index,
+            recovered,
+            "the queue continues: buffers that were in use when the process ended are returned"
+        );
+    }
     // An earlier device may have returned buffers and been killed before it notified the driver. If it
     // returned all, this one has none to return, and would never notify either. A base of 0 does not say that
     // there was none: indices wrap. A driver that finds nothing ignores the notification.
     ring.notify_driver(cx.notifier);
-    queues.log_ring(&mut ring);
     if let Some(slot) = queues.rings.slot(index) {
         *slot = Some(ring);
     }
-    let is_new = config.base != 0 && stopped_at.is_none();
+    let is_new = base != 0 && stopped_at.is_none();
     let resumed = is_new && !std::mem::replace(&mut queues.has_resumed, true);
     let started = QueueStarted {
         resumed,
-        base: config.base,
+        base,
+        recovered,
         stopped_at,
     };
     device.queue_started(index, started, cx);

@@ -1,12 +1,15 @@
 //! Commands of the VMM to a device that returns its buffers at once, later, or never.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 use zerosock_proto::Instant;
-use zerosock_ring::{DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig};
+use zerosock_ring::{
+    Buffer, DriverLayout, DriverQueue, InflightRecord, Memory, QueueConfig, RegionConfig, StateMap,
+};
 use zerosock_sys::notify::{CallFd, CallThread, Notifier, ThreadCount};
 use zerosock_vhost_user::{DeviceCommand, DeviceReply, Reply};
 
@@ -27,6 +30,8 @@ struct Harness {
     notifier: Notifier,
     shared: (Vec<usize>, usize),
     now: Instant,
+    /// The number of the next queue start.
+    start: u64,
 }
 
 impl Harness {
@@ -39,6 +44,7 @@ impl Harness {
             notifier: Notifier::new(),
             shared: Default::default(),
             now: Instant::ZERO,
+            start: 0,
         };
         harness.command(DeviceCommand::SetMemory(memory(LEN)));
         harness.device.calls.clear();
@@ -101,7 +107,19 @@ impl Harness {
             err: None,
             used_log: None,
             enabled: true,
+            start: self.start,
         })
+    }
+
+    /// The device of a process that was killed is replaced by one that gets the same memory and state.
+    fn killed(self, state: &OwnedFd) -> Harness {
+        let memory = self.device.queues.memory.clone().unwrap();
+        let mut harness = Harness::new();
+        harness.command(DeviceCommand::SetMemory(memory));
+        harness.device.calls.clear();
+        harness.device.queues.set_state(map(state));
+        harness.start = self.start;
+        harness
     }
 
     fn runs(&self, index: usize) -> bool {
@@ -378,4 +396,84 @@ fn a_disconnect_that_comes_while_connections_of_a_stopped_driver_end_is_answered
     harness.finish_at(Instant::ZERO);
     assert_eq!(answer(&received), Some(DeviceReply::Done));
     assert!(harness.device.queues.memory.is_none());
+}
+
+const STATE_LEN: usize = 2 * InflightRecord::LEN;
+
+fn map(state: &OwnedFd) -> StateMap {
+    StateMap::map(state, STATE_LEN).unwrap()
+}
+
+/// A device is killed with one chain in use, one completed and published, one completed, and one posted; its
+/// queue starts again with that number. Returns the base, and the chains that the driver got with their
+/// written bytes.
+fn after_a_kill(next_start: u64, index: u16) -> (u16, Vec<(u64, u32)>) {
+    let state = zerosock_sys::memfd::create("state", STATE_LEN as u64, true).unwrap();
+    let mut harness = Harness::new();
+    harness.device.queues.set_state(map(&state));
+    harness.start = 3;
+    harness.start(index, 0);
+    let memory = harness.device.queues.memory.clone().unwrap();
+    let layout = DriverLayout::at(0x1000 * u64::from(index), SIZE);
+    let mut driver = DriverQueue::new(memory, layout, false).unwrap();
+    for token in 0..4 {
+        let buffer = Buffer {
+            addr: 0x8000,
+            len: 16,
+            writable: true,
+        };
+        driver.add(&[buffer], token).unwrap();
+    }
+    let _ = driver.publish();
+    let ring = harness.device.queues.rings[usize::from(index)].as_mut();
+    let ring = ring.unwrap();
+    let held = [ring.pop(), ring.pop(), ring.pop()];
+    let [first, second, third] = held.map(Option::unwrap);
+    // Out of order; the last one is not published.
+    ring.complete(second, 2);
+    ring.publish(&Notifier::without_aio());
+    ring.complete(third, 3);
+    drop(first);
+    let mut harness = harness.killed(&state);
+    harness.start = next_start;
+    let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    let thread = CallThread::new(&ThreadCount::default());
+    let call = CallFd::new(fd.try_clone().unwrap().into(), thread).unwrap();
+    // As `start_with`, which prepares the rings for a base of 0.
+    harness.start_with(index, 1, Some(call));
+    assert!(rustix::io::read(&fd, &mut [0; 8]).is_ok(), "not notified");
+    let mut returned = Vec::new();
+    while let Some(used) = driver.poll().unwrap() {
+        returned.push((used.token, used.len));
+    }
+    let ring = harness.device.queues.rings[usize::from(index)].as_ref();
+    (ring.unwrap().queue.base(), returned)
+}
+
+#[test]
+fn a_successor_returns_the_chains_that_its_predecessor_was_killed_with() {
+    for index in [0, 1] {
+        let (base, returned) = after_a_kill(3, index);
+        assert_eq!((base, returned), (3, vec![(1, 2), (2, 3), (0, 0)]));
+    }
+}
+
+#[test]
+fn another_start_of_a_queue_takes_nothing_from_the_record() {
+    for number in [0, 4] {
+        let (base, returned) = after_a_kill(number, 1);
+        assert_eq!((base, returned), (1, vec![(1, 2)]));
+    }
+}
+
+#[test]
+fn a_queue_beyond_the_state_runs_without_a_record() {
+    let mut harness = Harness::new();
+    let state = zerosock_sys::memfd::create("state", STATE_LEN as u64, true).unwrap();
+    let mut short = map(&state);
+    let _ = short.split_off(STATE_LEN - 4096);
+    harness.device.queues.set_state(short);
+    assert_eq!(harness.device.queues.records.len(), 1);
+    let started = |index, resumed| Call::Started { index, resumed };
+    assert_eq!(harness.start(1, 3), [started(1, true)]);
 }

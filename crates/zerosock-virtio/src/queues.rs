@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use zerosock_proto::Instant;
-use zerosock_ring::{DirtyLog, Memory, QueueConfig};
+use zerosock_ring::{DirtyLog, InflightRecord, Memory, QueueConfig, StateMap};
 use zerosock_sys::notify::{CallFd, Notifier};
 use zerosock_sys::{LogLimit, PeerFd};
 use zerosock_vhost_user::{DeviceCommand, FrontendLink, Reply};
@@ -54,6 +54,8 @@ pub struct QueueSet<R> {
     pub memory: Option<Arc<Memory>>,
     /// What the front-end has set for the log of written pages.
     pub(crate) logging: Logging,
+    /// The record of chains in flight of each queue; empty: there is none.
+    pub(crate) records: Vec<InflightRecord>,
     /// The connection of the front-end, if there is one.
     pub link: Option<FrontendLink>,
     /// Number of the last queue start. A chain that returns late carries the epoch of its queue.
@@ -125,6 +127,7 @@ pub struct QueueStart {
     pub(crate) err: Option<CallFd>,
     pub(crate) used_log: Option<u64>,
     pub(crate) enabled: bool,
+    pub(crate) number: u64,
 }
 
 impl PendingCommand {
@@ -182,6 +185,7 @@ impl<R: Rings> QueueSet<R> {
             rings: R::default(),
             memory: None,
             logging: Logging::default(),
+            records: Vec::new(),
             link: None,
             epoch,
             has_resumed: false,
@@ -191,6 +195,18 @@ impl<R: Rings> QueueSet<R> {
             deadline: None,
             recheck_at: None,
             log: Arc::default(),
+        }
+    }
+
+    /// Keeps the records of chains in flight in this part of a state file: one of [`InflightRecord::LEN`]
+    /// bytes for each queue, in the order of the queues; queues without a whole one have no record. To be
+    /// called before a queue starts. The same file given to the device of a successor lets its queues
+    /// continue: see `start` of [`DeviceCommand::StartQueue`].
+    pub fn set_state(&mut self, mut map: StateMap) {
+        self.records.clear();
+        while let Some(rest) = map.split_off(InflightRecord::LEN) {
+            self.records.extend(InflightRecord::new(map));
+            map = rest;
         }
     }
 

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zerosock_proto::Instant;
-use zerosock_ring::{Chain, DeviceQueue, FrontChain, FrontToken, PopError};
+use zerosock_ring::{Chain, DeviceQueue, FrontChain, FrontToken, LostChains, PopError};
 use zerosock_sys::notify::{CallFd, Notifier};
 use zerosock_sys::{LogLimit, PeerFd};
 
@@ -192,6 +192,14 @@ impl Ring {
     pub fn complete(&mut self, chain: Chain, written: u32) {
         self.queue.complete(chain, written);
         self.unpublished = self.unpublished.saturating_add(1);
+    }
+
+    /// Completes and publishes the chains that a predecessor was killed with. Returns how many it had in
+    /// use. The caller notifies the driver.
+    pub(crate) fn return_lost(&mut self, lost: LostChains) -> u16 {
+        let recovered = self.queue.complete_lost(lost);
+        let _is_awaited = self.queue.publish();
+        recovered
     }
 
     /// Publishes completed chains and notifies the driver if it asked for that; notifies the

@@ -142,6 +142,7 @@ impl Attachment {
                     err: None,
                     used_log: None,
                     enabled: true,
+                    start: 0,
                 }
             }
             Step::Stop(index) => DeviceCommand::StopQueue { index },

@@ -315,6 +315,7 @@ impl GuestLab {
             err: None,
             used_log: None,
             enabled: true,
+            start: 0,
         });
     }
 

@@ -17,6 +17,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 const STARTED: QueueStarted = QueueStarted {
     resumed: false,
     base: 1,
+    recovered: 0,
     stopped_at: Some(1),
 };
 

@@ -379,6 +379,32 @@ fn another_start_begins_anew_at_its_base() {
     }
 }
 
+/// It is processed by the successor, and the base that a stopped queue answers stays right.
+#[test]
+fn an_unpopped_chain_is_still_posted() {
+    let case = Case {
+        size: 8,
+        base: 10,
+        event_idx: false,
+        lost: 0,
+        steps: vec![],
+    };
+    let mut world = World::new(&case);
+    let (mut device, _) = world.device();
+    world.post(1, true);
+    world.post(3, true);
+    let [first, second] = [(); 2].map(|()| device.pop().unwrap().unwrap());
+    device.unpop(second);
+    assert_eq!(world.recovered().base(), 11);
+    drop(first);
+    let mut device = world.recovered();
+    let second = device.pop().unwrap().unwrap();
+    device.unpop(second);
+    assert_eq!(world.recovered().base(), 11);
+    let device = world.recovered();
+    world.finish(device);
+}
+
 #[test]
 fn a_short_range_is_no_record() {
     let mut map = state(&file());

@@ -176,6 +176,7 @@ fn a_vm_goes_on_only_where_all_its_queues_were_stopped() {
     let started = |base, stopped_at| QueueStarted {
         resumed: false,
         base,
+        recovered: 0,
         stopped_at,
     };
     for (index, start, goes_on) in [

@@ -379,6 +379,48 @@ fn another_start_begins_anew_at_its_base() {
     }
 }
 
+#[test]
+fn each_way_to_take_a_chain_is_written_down() {
+    let case = Case {
+        size: 8,
+        base: 10,
+        event_idx: false,
+        lost: 0,
+        steps: vec![],
+    };
+    // The buffers of the chain, how it is taken, and how many are in flight then.
+    let ways = [
+        (1, Step::Pop, 1),
+        (2, Step::Pop, 1),
+        (3, Step::Pop, 1),
+        (1, Step::Front(true), 1),
+        (1, Step::Front(false), 0),
+        (1, Step::Singles(1, 0), 1),
+        (1, Step::Singles(1, 1), 0),
+    ];
+    for (count, step, in_flight) in ways {
+        let mut world = World::new(&case);
+        let (mut device, _) = world.device();
+        // The first chain shows the region of the buffers, which the short ways expect.
+        world.post(1, true);
+        let first = device.pop().unwrap().unwrap();
+        device.complete(first, 1);
+        world.post(count, true);
+        world.post(1, true);
+        let (mut chains, mut singles) = (Vec::new(), Singles::default());
+        world.step(&mut device, step, &mut chains, &mut singles);
+        let (next, lost) = world.device();
+        assert_eq!(
+            (next.base(), next.outstanding()),
+            (12, in_flight),
+            "{step:?}"
+        );
+        drop((chains, device, next, lost));
+        let device = world.recovered();
+        world.finish(device);
+    }
+}
+
 /// It is processed by the successor, and the base that a stopped queue answers stays right.
 #[test]
 fn an_unpopped_chain_is_still_posted() {
@@ -421,32 +463,41 @@ struct Hostile {
     posted: u16,
     completed: u16,
     offset: u16,
-    heads: Vec<u8>,
+    /// Those that have a byte, and their bytes.
+    heads: Vec<(u16, u8)>,
     elements: Vec<u16>,
 }
 
 fn hostile() -> impl Strategy<Value = Hostile> {
-    // Often such as an honest record has them.
-    let near = || prop_oneof![3 => 0u16..4, 2 => 0u16..=256, 1 => any::<u16>()];
-    let byte = prop_oneof![6 => Just(0u8), 2 => Just(1), 1 => any::<u8>()];
-    let element = prop_oneof![5 => 0u16..4, 1 => any::<u16>()];
-    let contents = (
-        prop::collection::vec(byte, 256),
-        prop::collection::vec(element, 256),
-    );
-    let indices = (any::<u16>(), near(), near(), near());
-    (0u32..=8, any::<u16>(), indices, contents).prop_map(
-        |(size, base, (used, posted, completed, offset), (heads, elements))| Hostile {
-            size: 1 << size,
-            base,
-            used,
-            posted: used.wrapping_add(posted),
-            completed: used.wrapping_add(completed),
-            offset,
-            heads,
-            elements,
-        },
-    )
+    // Often such as an honest record has them, or nearly.
+    (0u32..=8, any::<u16>(), any::<u16>()).prop_flat_map(|(size, base, used)| {
+        let size = 1 << size;
+        let distance = || prop_oneof![2 => 0..=size + 1, 1 => Just(size), 1 => any::<u16>()];
+        let offset = prop_oneof![2 => Just(0), 1 => 0u16..4, 1 => any::<u16>()];
+        let few = prop::collection::vec((0..size, any::<u8>()), 0..4);
+        let dense = prop::collection::vec((0..size, any::<u8>()), 0..256);
+        let heads = prop_oneof![3 => few, 1 => dense];
+        let elements = prop::collection::vec(0..size, usize::from(size));
+        let wrong = prop::option::of((any::<prop::sample::Index>(), any::<u16>()));
+        let indices = (distance(), distance(), offset);
+        (indices, heads, elements, wrong).prop_map(
+            move |((posted, completed, offset), heads, mut elements, wrong)| {
+                if let Some((at, value)) = wrong {
+                    elements[at.index(usize::from(size))] = value;
+                }
+                Hostile {
+                    size,
+                    base,
+                    used,
+                    posted: used.wrapping_add(posted),
+                    completed: used.wrapping_add(completed),
+                    offset,
+                    heads,
+                    elements,
+                }
+            },
+        )
+    })
 }
 
 proptest! {
@@ -464,8 +515,8 @@ proptest! {
         words[0].store(offset, Relaxed);
         words[1].store(completed, Relaxed);
         let bytes = heads_map.into_array::<AtomicU8>();
-        for (byte, value) in bytes.iter().zip(&heads) {
-            byte.store(*value, Relaxed);
+        for (head, value) in heads {
+            bytes[usize::from(head)].store(value, Relaxed);
         }
         drop((start, words, bytes));
         let record = InflightRecord::new(state(&fd)).unwrap();
@@ -473,7 +524,7 @@ proptest! {
         let layout = layout(size);
         poke(&mem, layout.used + 2, &used.to_le_bytes());
         poke(&mem, layout.avail + 2, &posted.to_le_bytes());
-        for (at, element) in elements.iter().take(size.into()).enumerate() {
+        for (at, element) in elements.iter().enumerate() {
             poke(&mem, layout.used + 4 + 8 * at as u64, &u32::from(*element).to_le_bytes());
         }
         let config = config(size, base, true);

@@ -11,6 +11,8 @@ mod driver;
 #[cfg(not(loom))]
 mod layout;
 #[cfg(not(loom))]
+mod record;
+#[cfg(not(loom))]
 #[allow(unsafe_code)]
 mod rings;
 
@@ -31,10 +33,8 @@ fn stored() {
 #[cfg(not(loom))]
 pub use {
     chain::{Chain, ChainFault},
-    device::{
-        BrokenReason, DeviceQueue, FrontChain, FrontToken, InflightRecord, LostChains, PopError,
-        Single, Singles,
-    },
+    device::{BrokenReason, DeviceQueue, FrontChain, FrontToken, PopError, Single, Singles},
     driver::{AddError, Buffer, DriverError, DriverQueue, FixedChain, Used},
     layout::{DriverLayout, MAX_QUEUE_SIZE, QueueConfig, QueueError},
+    record::{InflightRecord, LostChains},
 };

@@ -23,71 +23,21 @@
 //!   a record that does not agree with the indices of the rings.
 //! - A chain that was in flight is returned with no written bytes, and is not processed again.
 
+use std::collections::TryReserveError;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::{Relaxed, Release};
 
 use super::{Consumer, DeviceQueue, Producer};
 use crate::memory::Memory;
 use crate::split::layout::{QueueConfig, QueueError};
-use crate::split::stored;
-use crate::state_map::{InflightWords, StateCell, StateMap};
-
-/// One queue's record of the chains that it has popped and not completed, in memory that outlives the
-/// process. Clones share it; one queue at a time uses it.
-#[derive(Clone, Debug)]
-pub struct InflightRecord(StateCell<InflightWords>);
-
-/// Chains that a predecessor has popped and not completed: for [`DeviceQueue::complete_lost`].
-#[must_use = "the chains go back to the driver through complete_lost()"]
-#[derive(Debug, Default)]
-pub struct LostChains {
-    heads: Vec<u16>,
-}
-
-impl InflightRecord {
-    /// Bytes of a record, whole pages. As many pages are touched as the heads of the queue need: one for up
-    /// to 4032.
-    pub const LEN: usize = size_of::<InflightWords>().next_multiple_of(4096);
-
-    /// The record in a range of at least [`LEN`](Self::LEN) bytes; `None` if it is shorter.
-    pub fn new(map: StateMap) -> Option<InflightRecord> {
-        StateCell::new(map).map(InflightRecord)
-    }
-
-    /// Begins the record of a queue from which nothing is popped.
-    fn begin(&self, size: u16, start: u64, base: u16, used: u16) {
-        // A successor takes nothing from a record that is half written.
-        self.0.start.store(0, Relaxed);
-        stored();
-        for head in self.0.heads.iter().take(size.into()) {
-            head.store(0, Release);
-        }
-        self.set_completed(used);
-        self.0.offset.store(base.wrapping_sub(used), Release);
-        stored();
-        self.0.start.store(start, Release);
-        stored();
-    }
-
-    #[inline(always)] // every packet
-    fn set_head(&self, head: u16, value: u8) {
-        self.0.heads[usize::from(head)].store(value, Release);
-        stored();
-    }
-
-    #[inline(always)] // every packet
-    fn set_completed(&self, next: u16) {
-        self.0.completed.store(next, Release);
-        stored();
-    }
-}
+use crate::split::record::{InflightRecord, LostChains};
+use crate::sync::Ordering;
 
 impl DeviceQueue {
     /// As [`new`](Self::new), and keeps a record of chains in flight from now on.
     ///
     /// If the record is of the same queue start, the queue continues where its predecessor was killed:
     /// `config.base` is not used, see [`base`](Self::base). Chains that the predecessor completed are
-    /// published by the next [`publish`](Self::publish), which returns true; those that it had popped are
+    /// published by the next [`publish`](Self::publish); those that it had popped are
     /// counted as outstanding, and returned by [`complete_lost`](Self::complete_lost). A record of another
     /// start, or one that does not agree with the rings, begins anew. `start` 0 is no number: nothing
     /// continues.
@@ -102,9 +52,8 @@ impl DeviceQueue {
     ) -> Result<(DeviceQueue, LostChains), QueueError> {
         let mut queue = DeviceQueue::new(mem, config)?;
         let (size, no_memory) = (config.size, QueueError::NoMemory(config.size));
-        let len = size_of::<InflightWords>() - record.0.heads.len() + usize::from(size);
-        record.0.populate(len).map_err(|_| no_memory)?;
-        let is_same = start != 0 && record.0.start.load(Relaxed) == start;
+        record.populate(size).map_err(|_| no_memory)?;
+        let is_same = start != 0 && record.start() == start;
         let lost = match is_same {
             true => queue.continue_record(&record).map_err(|_| no_memory)?,
             false => None,
@@ -124,20 +73,15 @@ impl DeviceQueue {
     fn continue_record(
         &mut self,
         record: &InflightRecord,
-    ) -> Result<Option<LostChains>, std::collections::TryReserveError> {
+    ) -> Result<Option<LostChains>, TryReserveError> {
         let size = self.size();
-        let completed_copy = record.0.completed.load(Relaxed);
-        let offset_copy = record.0.offset.load(Relaxed);
-        let used_copy = u16::from_le(self.rings.used_words().index.load(Relaxed));
-        let completed = completed_copy.wrapping_sub(used_copy);
+        let used_copy = u16::from_le(self.rings.used_words().index.load(Ordering::Relaxed));
+        let completed = record.completed().wrapping_sub(used_copy);
         let posted = self.driver_index().wrapping_sub(used_copy);
         if posted > size || completed > posted {
             return Ok(None);
         }
-        let mut in_flight = Vec::new();
-        in_flight.try_reserve_exact(size.into())?;
-        let heads = record.0.heads.iter().take(size.into());
-        in_flight.extend(heads.map(|head| head.load(Relaxed) != 0));
+        let mut in_flight = record.in_flight(size)?;
         let mut completed_heads = Vec::new();
         completed_heads.try_reserve_exact(completed.into())?;
         for at in 0..completed {
@@ -156,7 +100,7 @@ impl DeviceQueue {
             .extend((0..size).filter(|head| in_flight[usize::from(*head)]));
         // At most the size: there are so many heads.
         let outstanding = lost.heads.len() as u32;
-        let taken = u32::from(completed) + u32::from(offset_copy) + outstanding;
+        let taken = u32::from(completed) + u32::from(record.offset()) + outstanding;
         if taken > posted.into() {
             return Ok(None);
         }

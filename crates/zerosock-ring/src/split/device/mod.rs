@@ -20,13 +20,13 @@ mod inflight;
 mod publish;
 mod single;
 
-pub use self::inflight::{InflightRecord, LostChains};
 pub use self::single::{Single, Singles};
 use super::chain::{Chain, ChainFault, LongChain, Pool};
 use super::index::{Consumer, IndexJump, Producer};
 use super::layout::{
     DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Descriptor, QueueConfig, QueueError,
 };
+use super::record::InflightRecord;
 use super::rings::{Addresses, Rings};
 use crate::dirty::DirtyLog;
 use crate::memory::Memory;

@@ -10,6 +10,7 @@ pub mod endpoint;
 pub mod event;
 pub mod features;
 pub mod flow_id;
+pub mod flow_log;
 pub mod messages;
 pub mod pairs;
 pub mod ports;
@@ -24,6 +25,7 @@ pub use endpoint::{
 };
 pub use event::{CloseReason, Disposition, DropReason, Event, RefuseReason, Span, Transmit};
 pub use flow_id::FlowId;
+pub use flow_log::{FlowLog, LoggedFlow};
 pub use pairs::QueuePairs;
 pub use ports::PortTable;
 pub use state::{Directions, State};

@@ -125,8 +125,7 @@ impl<S: BuildHasher> Shard<S> {
             self.control.remove(slots, index);
             self.data.remove(slots, index);
             self.events.remove(slots, index);
-            self.table.free(index);
-            self.ports.vacate(1);
+            self.free_slot(index);
         }
     }
 }

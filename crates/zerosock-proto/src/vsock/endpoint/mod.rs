@@ -11,8 +11,8 @@
 //!
 //! # Files
 //! `receive` handles packets, `commands` and `messages` the calls of the caller, `coalescing` small
-//! packets, `transmit` returns headers, events and timers, `closing` ends connections, `table` and `list` store
-//! connections.
+//! packets, `transmit` returns headers, events and timers, `closing` ends connections, `flow_log` writes them down,
+//! `table` and `list` store them.
 
 mod closing;
 mod coalescing;
@@ -20,6 +20,7 @@ mod commands;
 mod error;
 #[cfg(test)]
 mod fast_path_tests;
+mod flow_log;
 mod list;
 mod messages;
 mod receive;
@@ -45,6 +46,7 @@ use super::config::{Role, ShardConfig};
 use super::connection::{Connection, End, FlowInfo, Key};
 use super::credit::Stall;
 use super::flow_id::FlowId;
+use super::flow_log::Logging;
 use super::ports::PortTable;
 use super::state::{Action, State};
 use crate::addr::Cid;
@@ -190,6 +192,8 @@ pub struct Shard<S = DefaultHashBuilder> {
     timers: BTreeSet<(Instant, u32)>,
     /// RSTs that belong to no connection.
     resets: VecDeque<Repr>,
+    /// Where connections are written down, if they are.
+    logging: Option<Logging>,
     stats: ShardStats,
     /// No call takes its fast path.
     #[cfg(test)]
@@ -221,6 +225,7 @@ impl<S: BuildHasher> Shard<S> {
             data: List::new(),
             events: List::new(),
             timers: BTreeSet::new(),
+            logging: None,
             stats: ShardStats::default(),
             #[cfg(test)]
             slow_path_only: false,
@@ -333,16 +338,13 @@ impl<S: BuildHasher> Shard<S> {
         )
     }
 
-    /// Whether the limit and the memory allow another connection.
-    fn can_open(&mut self) -> bool {
-        self.ports.occupied() < self.config.max_connections && self.table.reserve_one()
-    }
-
     fn add_connection(&mut self, connection: Connection) -> u32 {
         self.live += 1;
         self.ports.occupy();
         self.stats.opened += 1;
-        self.table.insert(connection)
+        let index = self.table.insert(connection);
+        self.log_opened(index);
+        index
     }
 
     /// Performs the action that the state table gives for a connection.
@@ -501,7 +503,11 @@ impl<S> Drop for Shard<S> {
                 self.ports.release(connection.key.local, port_ref);
             }
         }
-        self.ports.vacate(self.table.occupied());
+        let ended = self
+            .logging
+            .as_ref()
+            .map_or(0, |logging| logging.ended.len());
+        self.ports.vacate(self.table.occupied() + ended);
     }
 }
 

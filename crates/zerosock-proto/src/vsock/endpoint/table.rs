@@ -26,6 +26,8 @@ const KEPT_SLOTS: usize = 1024;
 #[derive(Debug)]
 pub(super) struct Slot<C = Connection> {
     pub(super) generation: u32,
+    /// The connection's entry in the log, if the shard has a log.
+    pub(super) log_entry: u32,
     links: [Link; LISTS],
     pub(super) connection: Option<C>,
 }
@@ -34,6 +36,7 @@ impl<C> Slot<C> {
     pub(super) fn vacant() -> Slot<C> {
         Slot {
             generation: 0,
+            log_entry: 0,
             links: [Link::default(); LISTS],
             connection: None,
         }

@@ -1,0 +1,114 @@
+//! Writes connections down in a log, from which a successor resets them.
+//!
+//! If the process of a shard dies, its peer still has the connections and waits for bytes of them. The
+//! successor has a shard without connections, and resets those of the log.
+//!
+//! # Invariants
+//! - A connection has an entry before `poll_transmit`, `commit` or `send_now` returns its first packet. An
+//!   incoming one has it when `handle_packet` returns.
+//! - The entry is cleared when the connection has ended and the peer can see its last packet
+//!   ([`Shard::handle_published`]). Its slot may be another connection's by then, so entries have numbers of
+//!   their own.
+//! - An entry counts against [`max_connections`](crate::vsock::ShardConfig::max_connections) until it is
+//!   cleared.
+
+use core::hash::BuildHasher;
+
+use super::Shard;
+use crate::vsock::connection::Key;
+use crate::vsock::flow_log::{FlowLog, LoggedFlow, Logging};
+use crate::vsock::state::State;
+
+impl<S: BuildHasher> Shard<S> {
+    /// Writes connections down in `log` from now on. To be called before the first one, followed by
+    /// [`reset_stale`](Self::reset_stale) for each entry that the log has.
+    pub fn set_flow_log(&mut self, log: Box<dyn FlowLog>) {
+        self.logging = Some(Logging::new(log));
+    }
+
+    /// Resets a connection that a former process has left in the log: as a connection of this shard that has
+    /// ended, it waits until its RST is sent. A REQUEST or RST of the peer with its addresses cancels that RST,
+    /// and [`connect`](Self::connect) from these addresses sends it first.
+    ///
+    /// Returns false, and clears the entry, if there is no memory for it or the limit of connections is
+    /// reached, or if a connection has these addresses already. To be called before the first packet.
+    pub fn reset_stale(&mut self, entry: u32, flow: LoggedFlow) -> bool {
+        let key = Key {
+            local: flow.local,
+            peer: flow.peer,
+        };
+        if self.table.look_up(&key).is_some() || !self.has_memory() {
+            if let Some(logging) = &mut self.logging {
+                logging.log.clear(entry);
+            }
+            return false;
+        }
+        let mut connection = self.new_connection(key, flow.socket_type, State::Closed);
+        connection.messages = None;
+        connection.control.rst = true;
+        // Its credit is not known.
+        connection.control.no_socket = true;
+        self.ports.occupy();
+        let index = self.table.insert(connection);
+        self.table.slots[index as usize].log_entry = entry;
+        self.update_lists(index);
+        true
+    }
+
+    /// The peer can see all packets returned so far by `poll_transmit`, `commit` and `send_now`, and will see
+    /// them even if this process dies. Only a shard with a log needs this call.
+    pub fn handle_published(&mut self) {
+        let Some(logging) = &mut self.logging else {
+            return;
+        };
+        if !logging.ended.is_empty() {
+            self.ports.vacate(logging.ended.len());
+            for entry in logging.ended.drain(..) {
+                logging.log.clear(entry);
+            }
+        }
+    }
+
+    /// Whether the limit and the memory allow another connection, apart from its entry.
+    fn has_memory(&mut self) -> bool {
+        let ends = self.table.occupied() + 1;
+        self.ports.occupied() < self.config.max_connections
+            && self.table.reserve_one()
+            && self
+                .logging
+                .as_mut()
+                .is_none_or(|logging| logging.reserve_ends(ends))
+    }
+
+    /// Whether the limit, the memory and the log allow another connection.
+    pub(super) fn can_open(&mut self) -> bool {
+        let logging = self.logging.as_ref();
+        !logging.is_some_and(|logging| logging.log.is_full()) && self.has_memory()
+    }
+
+    /// Writes down the connection in a slot.
+    pub(super) fn log_opened(&mut self, index: u32) {
+        let slot = &mut self.table.slots[index as usize];
+        if let (Some(logging), Some(connection)) = (&mut self.logging, &slot.connection) {
+            slot.log_entry = logging.log.enter(LoggedFlow {
+                local: connection.key.local,
+                peer: connection.key.peer,
+                socket_type: connection.socket_type,
+            });
+        }
+    }
+
+    /// Frees the slot of a connection that has ended.
+    pub(super) fn free_slot(&mut self, index: u32) {
+        let entry = self.table.slots[index as usize].log_entry;
+        self.table.free(index);
+        match &mut self.logging {
+            Some(logging) => logging.ended.push(entry),
+            None => self.ports.vacate(1),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "flow_log_tests.rs"]
+mod tests;

@@ -17,7 +17,7 @@ use super::config::{HostSide, StartError, VmConfig, system};
 use super::guest::options::GuestEndpoints;
 use super::guest::server::GuestShare;
 use super::registry::DeviceRegistry;
-use crate::device::factory::Member;
+use crate::device::factory::{Member, MemberState};
 use crate::device::guest_orders::GuestReports;
 use crate::device::host_sockets::forward;
 use crate::device::{DriverKind, HostAccess};
@@ -111,6 +111,7 @@ impl NewVm {
             account: self.programs.clone(),
             stopped_timeout: self.stopped_timeout,
             guests: self.guest_endpoints.as_ref().map(|_| reports.clone()),
+            state: MemberState::default(),
         })
     }
 

@@ -311,7 +311,8 @@ impl Device {
         self.bridges_with(cx).flush(key);
     }
 
-    /// Sends the driver the TRANSPORT_RESET event (virtio 1.2, 5.10.6.7).
+    /// Sends the driver the TRANSPORT_RESET event (virtio 1.2, 5.10.6.7). It resets all connections of the driver,
+    /// so those that have begun since the queues run end here too.
     pub(super) fn send_reset_event(&mut self) {
         if !self.announce_reset {
             return;
@@ -327,6 +328,7 @@ impl Device {
                 .write(chain.writable(), 0, &TRANSPORT_RESET);
             event.complete(chain, written as u32);
             self.announce_reset = false;
+            self.reset_next = Some((0, 0));
             tracing::info!(
                 cid = %self.cid,
                 "sent TRANSPORT_RESET: the device has lost the connections of the driver"

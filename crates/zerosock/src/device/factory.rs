@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use zerosock_proto::vsock::{LocalCids, PortTable, QueuePairs, Shard, ShardConfig};
 use zerosock_proto::{Cid, Port};
+use zerosock_ring::StateMap;
 use zerosock_sys::LogLimit;
 use zerosock_sys::account::Account;
 use zerosock_vhost_user::{DeviceModel, DevicePort};
@@ -14,6 +15,7 @@ use zerosock_virtio::outbox::DeviceAddr;
 use super::guest_orders::GuestReports;
 use super::model::VsockModel;
 use super::queue_pair_ports::QueuePairPorts;
+use super::state::flow_table::table_len;
 use super::state::guests::Guests;
 use super::traffic::TrafficBoard;
 use super::{Device, DriverKind, HostAccess};
@@ -50,6 +52,18 @@ pub(crate) struct Member {
     pub(crate) stopped_timeout: Option<Duration>,
     /// Set if the guest may register endpoints: where the first queue pair reports.
     pub(crate) guests: Option<GuestReports>,
+    /// What outlives the process.
+    pub(crate) state: MemberState,
+}
+
+/// Memory of a device that outlives the process, where there is any.
+#[derive(Debug, Default)]
+pub(crate) struct MemberState {
+    /// A flow log for each queue pair, of [`Terms::flow_log_len`] bytes; with the flows of the process
+    /// before, if there was one. A queue pair without one is not logged.
+    pub(crate) flow_logs: Vec<StateMap>,
+    /// The process succeeds another one whose front-end will start the queues again.
+    pub(crate) awaits_queues: bool,
 }
 
 impl Terms {
@@ -64,6 +78,7 @@ impl Terms {
             account,
             stopped_timeout,
             guests,
+            state,
         } = member;
         let ports = Arc::new(PortTable::new());
         let access_log = Arc::new(LogLimit::new(ACCESS_LINES));
@@ -71,15 +86,18 @@ impl Terms {
         // any.
         let outward = host.outward();
         let hosts = std::iter::once(host).chain(std::iter::repeat_with(|| outward.outward()));
-        let devices = (0..).zip(queue_pairs.iter()).zip(hosts);
+        let flow_logs = state.flow_logs.into_iter().map(Some);
+        let flow_logs = flow_logs.chain(std::iter::repeat_with(|| None));
+        let devices = (0..).zip(queue_pairs.iter()).zip(hosts.zip(flow_logs));
         devices
-            .map(|((pair, &queue_pair), host)| {
+            .map(|((pair, &queue_pair), (host, flows))| {
                 let shard = self.shard(cid, buf_alloc, &ports);
                 let mut device = Device::new(queue_pair, cid, shard, host, service.clone());
                 device.driver = driver;
                 device.set_queue_pair(pair, queue_pairs.clone());
                 device.set_account(account.clone());
                 device.stop.limit = stopped_timeout;
+                device.set_former_process(flows, state.awaits_queues);
                 device.set_access_log(Arc::clone(&access_log));
                 device.set_traffic(self.traffic.enter(cid));
                 let reports = guests.clone().filter(|_| pair == 0);
@@ -87,6 +105,12 @@ impl Terms {
                 device
             })
             .collect()
+    }
+
+    /// Bytes of a flow log that has room for the connections of a queue pair.
+    #[expect(dead_code, reason = "for the supervisor, which has the memory")]
+    pub(crate) const fn flow_log_len(&self) -> usize {
+        table_len(self.max_connections)
     }
 
     fn shard(&self, cid: Cid, buf_alloc: u32, ports: &Arc<PortTable>) -> Shard {

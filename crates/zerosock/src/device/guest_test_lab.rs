@@ -19,7 +19,7 @@ use zerosock_vhost_user::{DeviceCommand, DeviceReply, FrontendLink, Reply};
 use zerosock_virtio::mailbox::{Mailbox, Sender};
 use zerosock_virtio::outbox::DeviceAddr;
 
-use super::factory::{Member, Terms};
+use super::factory::{Member, MemberState, Terms};
 use super::guest_orders::{AttachmentKey, GuestEvent, GuestOrder, GuestReports};
 use super::test_guest::{self, Guest};
 use super::traffic::TrafficBoard;
@@ -262,6 +262,7 @@ impl GuestLab {
             account: Budget::unlimited().account(),
             stopped_timeout: (number == VM).then_some(Duration::from_millis(1)),
             guests,
+            state: MemberState::default(),
         };
         let queue_pairs: Arc<[DeviceAddr]> = Arc::new([addr(number)]);
         let [device] = terms().devices(&queue_pairs, member).try_into().unwrap();

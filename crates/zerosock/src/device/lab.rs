@@ -30,13 +30,24 @@ impl DeviceFixture {
 
     /// One queue pair of a device; `ports` is the port table that its pairs share.
     pub(super) fn of(ports: Arc<PortTable>) -> DeviceFixture {
+        DeviceFixture::made(ports, |_| ())
+    }
+
+    /// With these changes of the configuration of its protocol core.
+    pub(super) fn with(change: impl FnOnce(&mut ShardConfig)) -> DeviceFixture {
+        DeviceFixture::made(Arc::new(PortTable::new()), change)
+    }
+
+    fn made(ports: Arc<PortTable>, change: impl FnOnce(&mut ShardConfig)) -> DeviceFixture {
         let second = Duration::from_secs(1);
         let addr = DeviceAddr {
             worker: 0,
             number: 0,
         };
         let cid = Cid::new(3);
-        let shard = Shard::new(ShardConfig::device(cid), ports);
+        let mut config = ShardConfig::device(cid);
+        change(&mut config);
+        let shard = Shard::new(config, ports);
         DeviceFixture {
             poller: Poller::new().unwrap(),
             outbox: Outbox::new(0),

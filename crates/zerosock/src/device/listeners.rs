@@ -18,6 +18,9 @@ use crate::stats::RefusalCause;
 /// Pause after an accept that failed for lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
+/// Pause before a successor looks again whether the queues run.
+const QUEUES_PAUSE: Duration = Duration::from_millis(1);
+
 /// Connections accepted per call.
 const ACCEPT_BUDGET: usize = 64;
 
@@ -33,6 +36,10 @@ impl GuestBridges<'_, '_> {
 
     /// Accepts pending connections of a listener, up to a budget.
     pub(crate) fn accept(&mut self, key: u32) {
+        if self.device.awaits_queues(self.cx.now) {
+            let next = self.cx.now + QUEUES_PAUSE;
+            return self.device.timers.set(next, Timer::Accept(key));
+        }
         if self.device.account.is_clogged() {
             // Closes of this account's earlier sockets are stuck: accept no more for now.
             self.device

@@ -24,7 +24,8 @@
 //! - `messages`, `message_sockets`: connections that carry messages (SEQPACKET);
 //! - `app`, `app_store`, `half`, `lending`: connections with the program that embeds the device;
 //! - `traffic`: what each device has counted, for reports;
-//! - `teardown`: the end of all connections, in parts; `stopped`: their end after a long stop;
+//! - `teardown`: the end of all connections, in parts; `stopped`: their end after a long stop; `successor`:
+//!   their end after a crash;
 //! - `virtio`: turns, events and commands of the VMM;
 //! - `guests`, `guest_commands`, `guest_orders`: endpoints on pages of the guest, which the device of the VM
 //!   checks, starts, stops and ends; `guest_ports`, `doorbell`: the two ports of the host for them;
@@ -90,6 +91,9 @@ pub(crate) mod queue_pairs;
 mod sibling;
 pub(crate) mod state;
 mod stopped;
+mod successor;
+#[cfg(test)]
+mod successor_tests;
 mod teardown;
 #[cfg(test)]
 pub(crate) mod test_guest;

@@ -65,8 +65,9 @@ pub(crate) fn config(at: u64) -> QueueConfig {
     }
 }
 
-fn ring(memory: &Arc<Memory>, at: u64) -> Ring {
-    let queue = DeviceQueue::new(memory.clone(), &config(at)).unwrap();
+fn ring(memory: &Arc<Memory>, at: u64, base: u16) -> Ring {
+    let config = QueueConfig { base, ..config(at) };
+    let queue = DeviceQueue::new(memory.clone(), &config).unwrap();
     let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap().into();
     Ring::new(queue, kick, None, None, true, 1)
 }
@@ -81,10 +82,30 @@ pub(crate) fn start(device: &mut Device) -> Guest {
         fd_offset: 0,
     };
     let memory = Arc::new(Memory::map(vec![(fd, region)]).unwrap());
-    let rings = &mut device.queues.rings;
-    (rings.tx, rings.rx) = (Some(ring(&memory, TX)), Some(ring(&memory, RX)));
-    device.queues.memory = Some(memory.clone());
+    resume(device, &memory, [0, 0]);
     Guest::on(device.cid, memory, |_| true)
+}
+
+/// Starts the queues of a device on rings that another device has used up to here: the transmit queue and the
+/// receive queue.
+pub(crate) fn resume(device: &mut Device, memory: &Arc<Memory>, [tx, rx]: [u16; 2]) {
+    let rings = &mut device.queues.rings;
+    (rings.tx, rings.rx) = (Some(ring(memory, TX, tx)), Some(ring(memory, RX, rx)));
+    device.queues.memory = Some(memory.clone());
+}
+
+/// Starts the event queue of a device, which has one buffer.
+pub(crate) fn start_event(device: &mut Device, memory: &Arc<Memory>) -> DriverQueue {
+    device.queues.rings.event = Some(ring(memory, EVENT, 0));
+    let mut queue = DriverQueue::new(memory.clone(), DriverLayout::at(EVENT, SIZE), false).unwrap();
+    let buffer = Buffer {
+        addr: BYTES,
+        len: 8,
+        writable: true,
+    };
+    queue.add(&[buffer], 0).unwrap();
+    let _ = queue.publish();
+    queue
 }
 
 impl Guest {

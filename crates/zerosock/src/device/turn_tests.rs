@@ -16,7 +16,7 @@ use zerosock_proto::{Address, Cid, Port};
 use zerosock_sys::account::Budget;
 use zerosock_sys::socket_path;
 
-use super::factory::{Member, Terms};
+use super::factory::{Member, MemberState, Terms};
 use super::state::bridge::BridgePeer;
 use super::state::flags::Flags;
 use super::teardown::PART;
@@ -117,6 +117,7 @@ impl Harness {
                 account: Budget::unlimited().account(),
                 stopped_timeout: None,
                 guests: None,
+                state: MemberState::default(),
             };
             let queue_pairs: Arc<[DeviceAddr]> = Arc::new([addr]);
             let [mut device] = terms.devices(&queue_pairs, member).try_into().unwrap();

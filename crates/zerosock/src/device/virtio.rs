@@ -72,6 +72,7 @@ impl WorkerDevice for Device {
     }
 
     fn start(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        self.begin_succession(cx);
         self.bridges_with(cx).listen().inspect_err(|error| {
             let cid = self.cid;
             tracing::error!(%cid, %error, "host programs cannot reach a device");
@@ -159,6 +160,7 @@ impl WorkerDevice for Device {
                 .bad_chains
                 .add(std::mem::take(&mut ring.malformed));
         }
+        self.shard.handle_published();
         more |= self.reset_on_broken_ring(cx);
         command::finish(self, cx);
         if self.queues.is_memory_lost() && !self.has_lost_memory() {
@@ -321,6 +323,8 @@ impl VirtioDevice for Device {
 
     fn reset(&mut self, stopped: bool, cx: &mut Context<'_>) {
         self.end_teardown(cx);
+        // The driver knows none of the connections that have ended.
+        self.shard.handle_published();
         self.cancel_stop();
         self.stop.has_ended = false;
         if let Some(guests) = &mut self.guests {

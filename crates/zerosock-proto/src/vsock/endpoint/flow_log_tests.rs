@@ -158,6 +158,8 @@ struct World {
     flows: Vec<FlowId>,
     /// What the shard has returned and the guest does not see yet.
     unpublished: Vec<Repr>,
+    /// RSTs among them that belong to no connection, by port: those over the limit of connections.
+    refused: Vec<u32>,
     /// The connections that the guest has.
     known: BTreeSet<u32>,
 }
@@ -171,6 +173,7 @@ impl World {
             log,
             flows: Vec::new(),
             unpublished: Vec::new(),
+            refused: Vec::new(),
             known: BTreeSet::new(),
         }
     }
@@ -210,7 +213,8 @@ impl World {
                 );
             }
             Step::Rst(port) => {
-                if self.known.remove(&port) {
+                // One that crosses our request of another connection ends that one.
+                if !self.requested().contains(&port) && self.known.remove(&port) {
                     self.send(port, Op::Rst, 0, 0);
                 }
             }
@@ -253,6 +257,9 @@ impl World {
             }
             Step::Transmit(count) => {
                 for _ in 0..count {
+                    let refused = self.shard.resets.front();
+                    self.refused
+                        .extend(refused.map(|header| header.dst.port.get()));
                     let packet = self.shard.poll_transmit(now, 0);
                     self.unpublished.extend(packet.map(|packet| packet.header));
                 }
@@ -266,6 +273,7 @@ impl World {
                 // The guest has reset its connections itself.
                 self.known.clear();
                 self.unpublished.clear();
+                self.refused.clear();
                 self.shard.handle_transport_reset(now);
             }
             Step::Kill => self.kill(),
@@ -281,6 +289,7 @@ impl World {
                 _ => {}
             }
         }
+        self.refused.clear();
         self.shard.handle_published();
     }
 
@@ -293,11 +302,11 @@ impl World {
 
     /// What the guest would wait for in vain if the process died now.
     fn check(&self) {
-        let rings = self.unpublished.iter().chain(&self.shard.resets);
-        let resets = rings.filter(|header| header.op.known() == Some(Op::Rst));
-        let under_way: BTreeSet<u32> = resets.map(|header| header.dst.port.get()).collect();
+        let refused = self.shard.resets.iter();
+        let refused = refused.map(|header| header.dst.port.get());
+        let refused: BTreeSet<u32> = refused.chain(self.refused.iter().copied()).collect();
         for port in self.known.iter().copied().chain(self.requested()) {
-            let is_safe = self.log.has(&of_port(port)) || under_way.contains(&port);
+            let is_safe = self.log.has(&of_port(port)) || refused.contains(&port);
             assert!(
                 is_safe,
                 "the guest's connection from port {port} is forgotten"
@@ -321,6 +330,7 @@ impl World {
         let requested = self.requested();
         self.known.extend(requested);
         self.unpublished.clear();
+        self.refused.clear();
         self.known.retain(|port| logged.contains(port));
     }
 }

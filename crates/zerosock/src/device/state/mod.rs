@@ -10,6 +10,7 @@ pub(crate) mod bridge_state;
 pub(crate) mod bridges;
 pub(crate) mod datagrams;
 pub(crate) mod flags;
+pub(crate) mod flow_table;
 pub(crate) mod forwarded;
 pub(crate) mod guest_backlogs;
 pub(crate) mod guests;
@@ -22,6 +23,7 @@ pub(crate) mod queue_index;
 pub(crate) mod queue_pairs;
 pub(crate) mod sibling_message;
 pub(crate) mod stop;
+pub(crate) mod succession;
 pub(crate) mod teardown;
 pub(crate) mod timers;
 pub(crate) mod turn_budget;
@@ -56,6 +58,7 @@ use self::program::App;
 pub(crate) use self::queue_index::{EVENT, RX, TX};
 use self::queue_pairs::QueuePairSet;
 use self::stop::Stop;
+use self::succession::Succession;
 use self::teardown::Teardown;
 use self::timers::Timers;
 use self::turn_budget::TurnBudget;
@@ -157,7 +160,8 @@ pub(crate) struct Device {
     pub(in crate::device) bridges: Bridges,
     pub(in crate::device) teardown: Teardown,
     pub(in crate::device) stop: Stop,
-    /// A queue has broken, and the connections from this bridge and from this flow of the program on have
+    pub(in crate::device) succession: Succession,
+    /// A queue has broken, or TRANSPORT_RESET was sent, and the connections from this bridge and from this flow of the program on have
     /// not been reset yet.
     pub(in crate::device) reset_next: Option<(u32, usize)>,
     pub(in crate::device) lingering: Lingering,
@@ -218,6 +222,7 @@ impl Device {
             bridges: Bridges::default(),
             teardown: Teardown::default(),
             stop: Stop::default(),
+            succession: Succession::default(),
             reset_next: None,
             lingering: Lingering::default(),
             backlogs: Backlogs::default(),

@@ -24,7 +24,7 @@ use super::state::{
     AttachedMember, ClientState, Conflict, JoinRequest, MemberStage, Server, granted,
 };
 use crate::control::registry::{DeviceRegistry, RouteEntry};
-use crate::device::factory::Member;
+use crate::device::factory::{Member, MemberState};
 use crate::device::{DriverKind, HostAccess};
 use crate::routing::name::Name;
 use zerosock_vhost_user::{FrontendRegistry, FrontendSocket, VmSpec};
@@ -217,6 +217,7 @@ impl Server {
             driver: DriverKind::Process,
             stopped_timeout: None,
             guests: None,
+            state: MemberState::default(),
             account: account.clone(),
         };
         let (number, notice) = frontends.notice();

@@ -14,7 +14,7 @@ use super::streams::random;
 use crate::control::attach::directory::RegisteredEndpoint;
 use crate::control::registry::{DeviceRegistry, RouteEntry};
 use crate::device::DriverKind;
-use crate::device::factory::Member;
+use crate::device::factory::{Member, MemberState};
 use crate::device::guest_orders::{AttachmentKey, GuestOrder};
 use crate::routing::name::Name;
 
@@ -203,6 +203,7 @@ impl GuestServer {
             account: share.account.clone(),
             stopped_timeout: share.stopped_timeout,
             guests: None,
+            state: MemberState::default(),
         };
         let entry = RouteEntry {
             groups: &share.groups,

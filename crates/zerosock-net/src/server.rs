@@ -145,6 +145,7 @@ where
                 number: addr.number,
                 worker: self.sender.clone(),
             }),
+            journal: None,
         });
         Ok(())
     }

@@ -163,10 +163,41 @@ pub fn send(fd: impl AsFd, data: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> io::
 /// `WouldBlock` when nothing is there, otherwise errors of recvmsg(2).
 pub fn recv(fd: impl AsFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<ReceivedRights> {
     let (message, _) = recv_from(fd, buf, fds)?;
-    Ok(ReceivedRights {
-        bytes: message.bytes,
-        truncated_fds: message.truncated_fds,
-    })
+    Ok(message.rights())
+}
+
+/// As [`recv`], and the bytes stay in the socket; it has a duplicate of each descriptor. Begins at
+/// the [offset](set_peek_offset), and adds to it.
+///
+/// If no descriptors belong to the bytes, those of later bytes may be returned: Linux goes on to the
+/// next buffer of a stream when it has filled the caller's.
+///
+/// # Errors
+/// As [`recv`].
+pub fn peek(fd: impl AsFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<ReceivedRights> {
+    let (message, _) = recv_with(fd, buf, fds, RecvFlags::PEEK)?;
+    Ok(message.rights())
+}
+
+/// Sets where in the receive queue of a Unix stream socket the next [`peek`] begins (SO_PEEK_OFF,
+/// socket(7)). The kernel keeps the offset with the socket, adds what is peeked to it, and subtracts
+/// what is received, down to zero.
+///
+/// # Errors
+/// Errors of setsockopt(2).
+pub fn set_peek_offset(fd: impl AsFd, offset: u32) -> io::Result<()> {
+    let offset = libc::c_int::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+    socket_option::set_int(fd, libc::SOL_SOCKET, libc::SO_PEEK_OFF, offset)
+}
+
+/// How many bytes of a Unix stream socket were peeked and not received since
+/// [`set_peek_offset`] with zero; zero if that was never called.
+///
+/// # Errors
+/// Errors of getsockopt(2).
+pub fn peek_offset(fd: impl AsFd) -> io::Result<usize> {
+    let offset = socket_option::get_int(fd, libc::SOL_SOCKET, libc::SO_PEEK_OFF)?;
+    Ok(usize::try_from(offset).unwrap_or_default())
 }
 
 /// One message, as [`recv_from`] returns it.
@@ -177,15 +208,33 @@ pub(crate) struct Message {
     truncated_fds: bool,
 }
 
+impl Message {
+    fn rights(&self) -> ReceivedRights {
+        ReceivedRights {
+            bytes: self.bytes,
+            truncated_fds: self.truncated_fds,
+        }
+    }
+}
+
 /// As [`recv`], with the address of the sender.
 pub(crate) fn recv_from(
     fd: impl AsFd,
     buf: &mut [u8],
     fds: &mut Vec<PeerFd>,
 ) -> io::Result<(Message, Option<SocketAddrAny>)> {
+    recv_with(fd, buf, fds, RecvFlags::empty())
+}
+
+fn recv_with(
+    fd: impl AsFd,
+    buf: &mut [u8],
+    fds: &mut Vec<PeerFd>,
+    more: RecvFlags,
+) -> io::Result<(Message, Option<SocketAddrAny>)> {
     let mut space =
         [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS), ScmCredentials(1))];
-    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC | more;
     loop {
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let message = match recvmsg(&fd, &mut [IoSliceMut::new(buf)], &mut control, flags) {

@@ -210,6 +210,7 @@ impl Device {
                 number: addr.number,
                 worker: sender.clone(),
             }),
+            journal: None,
         };
         let worker = std::thread::spawn(move || worker.run(Duration::ZERO));
         Ok(Device {

@@ -14,10 +14,13 @@
 use std::io;
 use std::os::fd::AsFd;
 
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
 use thiserror::Error;
 use vhost::vhost_user::message::{BackendReq, FrontendReq, MAX_MSG_SIZE, VhostUserHeaderFlag};
+use zerosock_sys::PeerFd;
 use zerosock_sys::account::{Account, MAX_DEFERRED, MAX_UNCOUNTED};
-use zerosock_sys::fd_passing;
+use zerosock_sys::fd_passing::{self, ReceivedRights};
 
 use super::fds::SentFd;
 use super::stats::FrontendFault;
@@ -46,6 +49,8 @@ pub struct Message {
     /// At most [`MAX_FDS`] descriptors. Those of a kind that no request accepts are closed
     /// already.
     pub fds: Vec<SentFd>,
+    /// Its number in the [journal](crate::journal); zero without one.
+    pub number: u64,
 }
 
 impl Message {
@@ -145,9 +150,21 @@ impl Decoder {
         socket: impl AsFd,
         account: &Account,
     ) -> Result<Option<Message>, DecodeError> {
+        let receive = |room: &mut [u8], fds: &mut Vec<SentFd>, at_boundary| {
+            let (bytes, sent) = receive(
+                &socket,
+                room,
+                fds.len(),
+                account,
+                at_boundary,
+                fd_passing::recv,
+            )?;
+            fds.extend(examine(sent, account));
+            Ok(bytes)
+        };
         if self.filled < HEADER_LEN {
             while let Some(room) = self.header.get_mut(self.filled..).filter(|r| !r.is_empty()) {
-                match receive(&socket, room, &mut self.fds, account, self.filled == 0)? {
+                match receive(room, &mut self.fds, self.filled == 0)? {
                     Some(bytes) => self.filled += bytes,
                     None => return Ok(None),
                 }
@@ -160,19 +177,51 @@ impl Decoder {
             .get_mut(self.received..)
             .filter(|r| !r.is_empty())
         {
-            match receive(&socket, room, &mut self.fds, account, false)? {
+            match receive(room, &mut self.fds, false)? {
                 Some(bytes) => self.received += bytes,
                 None => return Ok(None),
             }
         }
-        let done = std::mem::take(self);
-        let [request, flags, _] = done.fields();
-        Ok(Some(Message {
+        Ok(Some(std::mem::take(self).message()))
+    }
+
+    /// As [`read`](Self::read), but a message that has arrived as a whole stays in the socket. Also
+    /// returns its length there, for [`discard`]. The length is zero for a message that has arrived in
+    /// parts: that is read as by `read`.
+    ///
+    /// `has_fds` says whether a request with this payload has descriptors. Those of any other request
+    /// are left out, because they may be those of a later one.
+    ///
+    /// # Errors
+    /// As `read`.
+    pub fn peek(
+        &mut self,
+        socket: impl AsFd,
+        account: &Account,
+        has_fds: fn(u32, &[u8]) -> bool,
+    ) -> Result<Option<(Message, usize)>, DecodeError> {
+        if self.filled == 0 {
+            match peek_whole(&socket, account, has_fds)? {
+                Peeked::Whole(message) => {
+                    let len = HEADER_LEN + message.payload.len();
+                    return Ok(Some((message, len)));
+                }
+                Peeked::Nothing => return Ok(None),
+                Peeked::Part => {}
+            }
+        }
+        Ok(self.read(socket, account)?.map(|message| (message, 0)))
+    }
+
+    fn message(self) -> Message {
+        let [request, flags, _] = self.fields();
+        Message {
             request,
             need_reply: flags & VhostUserHeaderFlag::NEED_REPLY.bits() != 0,
-            payload: done.payload,
-            fds: done.fds,
-        }))
+            payload: self.payload,
+            fds: self.fds,
+            number: 0,
+        }
     }
 
     /// Validates the header and returns the length of the payload.
@@ -196,15 +245,92 @@ impl Decoder {
     }
 }
 
-/// Receives into `room`, which is not empty. Returns the number of bytes, or `None` if none have
-/// arrived.
-fn receive(
+/// What is at the front of a socket.
+enum Peeked {
+    Nothing,
+    /// A part of a message.
+    Part,
+    Whole(Message),
+}
+
+/// Peeks the message at the front of the socket.
+fn peek_whole(
     socket: impl AsFd,
+    account: &Account,
+    has_fds: fn(u32, &[u8]) -> bool,
+) -> Result<Peeked, DecodeError> {
+    let mut decoder = Decoder::new();
+    let queued = |len: usize| -> Result<bool, DecodeError> {
+        let queued = rustix::io::ioctl_fionread(&socket);
+        let queued = queued.map_err(|error| DecodeError::Io(error.into()))?;
+        fd_passing::set_peek_offset(&socket, 0).map_err(DecodeError::Io)?;
+        Ok(queued >= len as u64)
+    };
+    fd_passing::set_peek_offset(&socket, 0).map_err(DecodeError::Io)?;
+    // Without room for descriptors: a second look at the same bytes would receive them twice.
+    let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+    match rustix::net::recv(&socket, &mut decoder.header, flags) {
+        Ok((_, HEADER_LEN)) => {}
+        Ok((_, 0)) | Err(Errno::CONNRESET) => return Err(DecodeError::End),
+        Ok(_) => return Ok(Peeked::Part),
+        Err(Errno::AGAIN) => return Ok(Peeked::Nothing),
+        Err(error) => return Err(DecodeError::Io(error.into())),
+    }
+    let size = decoder.check_header()?;
+    if !queued(HEADER_LEN + size)? {
+        return Ok(Peeked::Part);
+    }
+    let mut bytes = vec![0; HEADER_LEN + size];
+    let mut peeked = 0;
+    let mut sent = Vec::new();
+    while let Some(room) = bytes.get_mut(peeked..).filter(|room| !room.is_empty()) {
+        let (bytes, fds) = receive(&socket, room, sent.len(), account, false, fd_passing::peek)?;
+        // The bytes were there.
+        peeked += bytes.ok_or(DecodeError::Truncated)?;
+        sent.extend(fds);
+    }
+    decoder.payload = bytes.split_off(HEADER_LEN);
+    let [request, _, _] = decoder.fields();
+    if has_fds(request, &decoder.payload) {
+        decoder.fds = examine(sent, account);
+    }
+    Ok(Peeked::Whole(decoder.message()))
+}
+
+/// Takes `bytes` bytes that were peeked from the socket. Their descriptors are closed: the caller has
+/// duplicates.
+///
+/// # Errors
+/// As [`Decoder::read`].
+pub fn discard(socket: impl AsFd, bytes: usize, account: &Account) -> Result<(), DecodeError> {
+    let mut left = bytes;
+    let mut room = [0; HEADER_LEN + MAX_PAYLOAD];
+    while let Some(room) = room.get_mut(..left).filter(|room| !room.is_empty()) {
+        let (bytes, _) = receive(&socket, room, 0, account, false, fd_passing::recv)?;
+        left -= bytes.ok_or(DecodeError::Truncated)?;
+    }
+    Ok(())
+}
+
+/// Examines descriptors that have arrived.
+fn examine(sent: Vec<PeerFd>, account: &Account) -> Vec<SentFd> {
+    let sent = sent.into_iter();
+    sent.map(|fd| SentFd::examine(fd, account)).collect()
+}
+
+/// [`fd_passing::recv`] or [`fd_passing::peek`].
+type Receive<S> = fn(S, &mut [u8], &mut Vec<PeerFd>) -> io::Result<ReceivedRights>;
+
+/// Receives into `room`, which is not empty, the bytes of a message of which so many descriptors have
+/// arrived. Returns the number of bytes, or `None` if none have arrived, and further descriptors.
+fn receive<S: AsFd>(
+    socket: S,
     room: &mut [u8],
-    fds: &mut Vec<SentFd>,
+    fds_before: usize,
     account: &Account,
     at_boundary: bool,
-) -> Result<Option<usize>, DecodeError> {
+    call: Receive<S>,
+) -> Result<(Option<usize>, Vec<PeerFd>), DecodeError> {
     if account.is_clogged() {
         return Err(DecodeError::UnclosedDescriptors);
     }
@@ -213,9 +339,9 @@ fn receive(
         return Err(DecodeError::UnclosedDescriptors);
     };
     let mut sent = Vec::new();
-    let received = match fd_passing::recv(socket, room, &mut sent) {
+    let received = match call(socket, room, &mut sent) {
         Ok(received) => received,
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok((None, sent)),
         Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
             return Err(if at_boundary {
                 DecodeError::End
@@ -225,19 +351,37 @@ fn receive(
         }
         Err(error) => return Err(DecodeError::Io(error)),
     };
-    if received.truncated_fds || fds.len() + sent.len() > MAX_FDS {
-        // Not examined, to save time.
-        let sent = sent.into_iter();
-        sent.for_each(|fd| drop(fd.owned_by(account)));
+    let sent: Vec<_> = sent.into_iter().map(|fd| fd.owned_by(account)).collect();
+    if received.truncated_fds || fds_before + sent.len() > MAX_FDS {
         return Err(DecodeError::TooManyDescriptors);
     }
-    let sent = sent.into_iter();
-    fds.extend(sent.map(|fd| SentFd::examine(fd, account)));
     match received.bytes {
         0 if at_boundary => Err(DecodeError::End),
         0 => Err(DecodeError::Truncated),
-        bytes => Ok(Some(bytes)),
+        bytes => Ok((Some(bytes), sent)),
     }
+}
+
+/// Encodes a request as a front-end does.
+pub(crate) fn encode_request(message: &Message) -> Vec<u8> {
+    let flags = match message.need_reply {
+        true => VhostUserHeaderFlag::NEED_REPLY.bits(),
+        false => 0,
+    };
+    encode(message.request, flags, &message.payload)
+}
+
+/// Decodes what [`encode_request`] returned. `None`: it did not.
+pub(crate) fn decode_request(bytes: &[u8], fds: Vec<SentFd>) -> Option<Message> {
+    let (header, payload) = bytes.split_first_chunk()?;
+    let decoder = Decoder {
+        header: *header,
+        payload: payload.to_vec(),
+        fds,
+        ..Decoder::new()
+    };
+    let size = decoder.check_header().ok()?;
+    (size == payload.len()).then(|| decoder.message())
 }
 
 /// Encodes a reply to `request`. `payload` is short and comes from this process.

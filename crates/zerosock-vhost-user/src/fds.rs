@@ -13,7 +13,7 @@
 //! - A descriptor of a kind that no request accepts goes to the reaper at once.
 
 use std::fs;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
@@ -87,6 +87,16 @@ impl SentFd {
                 "a file of file system {kind}: guest memory has to be a memfd, or in a file of a \
                  tmpfs or local disk"
             )),
+        }
+    }
+
+    /// The descriptor, if it is open.
+    pub(super) fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            SentFd::Eventfd(fd) | SentFd::Pipe(fd) | SentFd::Socket(fd) | SentFd::Memory(fd) => {
+                Some(fd.as_fd())
+            }
+            SentFd::Refused(_) => None,
         }
     }
 

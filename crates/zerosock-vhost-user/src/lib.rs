@@ -30,6 +30,7 @@ pub mod codec;
 pub mod fds;
 pub mod frontend;
 mod frontends;
+pub mod journal;
 mod link;
 pub mod liveness;
 mod mailbox;
@@ -47,6 +48,8 @@ use zerosock_ring::{DirtyLog, Memory, QueueConfig};
 use zerosock_sys::PeerFd;
 use zerosock_sys::account::Account;
 use zerosock_sys::notify::CallFd;
+
+use self::journal::VmJournal;
 
 pub use self::frontends::{ControlExtension, FrontendRegistry};
 pub use self::link::FrontendLink;
@@ -195,6 +198,9 @@ pub struct VmSpec {
     pub account: Account,
     /// Takes the commands to this VM's device.
     pub port: Box<dyn DevicePort>,
+    /// Takes down what a successor of this process needs; `None`: a front-end's connection ends with
+    /// the process.
+    pub journal: Option<VmJournal>,
 }
 
 /// The source of a VM's front-end connections.

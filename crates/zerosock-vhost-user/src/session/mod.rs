@@ -21,6 +21,7 @@ mod arguments;
 mod driver;
 mod log;
 mod network;
+pub(crate) mod record;
 mod requests;
 mod state;
 mod status;
@@ -78,7 +79,9 @@ impl Session {
             need_reply,
             payload,
             fds,
+            number,
         } = message;
+        self.number = number;
         let rule = Rule::of(request);
         // A command is with the worker: the caller broke the protocol of this type.
         debug_assert!(self.pending.is_none());

@@ -34,7 +34,7 @@ use super::status::{get_status, set_status};
 const MAX_SLOTS: usize = 32;
 
 /// "A back-end can signal the descriptor's absence": bit 8 of the payload of KICK, CALL and ERR.
-const NO_FD: u64 = 1 << 8;
+pub(super) const NO_FD: u64 = 1 << 8;
 
 type Handler = fn(&mut Session, Arguments<'_>) -> Result<Accepted, Denied>;
 
@@ -104,6 +104,11 @@ impl Rule {
     pub(super) fn of(request: u32) -> Option<&'static Rule> {
         let known = FrontendReq::try_from(request).ok()?;
         RULES.iter().find(|rule| rule.request == known)
+    }
+
+    /// Whether the request can come with descriptors.
+    pub(super) fn takes_fds(&self) -> bool {
+        self.fds.1 > 0
     }
 
     /// Checks what can be checked without the session.

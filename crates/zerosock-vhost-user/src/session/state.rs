@@ -140,6 +140,8 @@ pub struct Session {
     /// Writes to call descriptors that could block a worker.
     pub(super) call_thread: CallThread,
     pub(super) pending: Option<Pending>,
+    /// The number of the last request ([`Message::number`](crate::codec::Message::number)).
+    pub(super) number: u64,
 }
 
 impl Session {
@@ -176,6 +178,7 @@ impl Session {
             account,
             call_thread: CallThread::new(threads),
             pending: None,
+            number: 0,
         }
     }
 

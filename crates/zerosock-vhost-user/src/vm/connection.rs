@@ -1,5 +1,6 @@
 //! The connection of a front-end.
 
+use std::collections::VecDeque;
 use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -9,10 +10,13 @@ use rustix::event::PollFlags;
 use rustix::event::epoll::{self, EventFlags};
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{Shutdown, shutdown};
+use zerosock_sys::account::Account;
 use zerosock_sys::{PeerFd, fd_passing, wait_ready};
 
-use crate::codec::Decoder;
-use crate::session::Session;
+use crate::codec::{self, DecodeError, Decoder, Message};
+use crate::fds::SentFd;
+use crate::journal::{self, Journal, Key};
+use crate::session::{Session, record};
 
 /// A front-end's connection.
 pub(in super::super) struct Connection {
@@ -37,6 +41,48 @@ pub(in super::super) struct Connection {
     /// Since when the connection is read; `None` until the worker has answered `Connected`.
     pub(super) read_since: Option<Instant>,
     pub(super) driver: Driver,
+    /// The number of the next request. The first number of a connection is random, so that none
+    /// is used twice for a device.
+    pub(super) next_number: u64,
+    /// The request that is carried out, if there is a journal.
+    pub(super) request: Request,
+    pub(super) replay: Replay,
+}
+
+/// The requests of a predecessor's journal that have not been repeated yet. Nothing is read before.
+#[derive(Default)]
+pub(super) struct Replay {
+    pub(super) requests: VecDeque<Message>,
+    /// The last of them was not answered.
+    pub(super) is_last_unanswered: bool,
+}
+
+impl Replay {
+    /// The next one, and whether it was answered.
+    fn next(&mut self) -> Option<(Message, bool)> {
+        let message = self.requests.pop_front()?;
+        let is_last = self.requests.is_empty();
+        Some((message, !is_last || !self.is_last_unanswered))
+    }
+}
+
+/// A request that is carried out.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Request {
+    pub(super) key: Key,
+    pub(super) number: u64,
+    /// A predecessor has answered it.
+    pub(super) is_answered: bool,
+}
+
+impl Request {
+    pub(super) fn of(message: &Message, is_answered: bool) -> Request {
+        Request {
+            key: record::key(message.request, &message.payload),
+            number: message.number,
+            is_answered,
+        }
+    }
 }
 
 /// The driver, for the log.
@@ -60,6 +106,33 @@ impl Drop for Connection {
 }
 
 impl Connection {
+    /// The next message, if one has arrived. With a journal it is in the journal before it is taken
+    /// from the socket.
+    pub(super) fn receive(
+        &mut self,
+        journal: Option<&mut (dyn Journal + 'static)>,
+        account: &Account,
+    ) -> Result<Option<Message>, DecodeError> {
+        let Some(journal) = journal else {
+            return self.decoder.read(&self.socket, account);
+        };
+        if let Some((message, is_answered)) = self.replay.next() {
+            self.request = Request::of(&message, is_answered);
+            return Ok(Some(message));
+        }
+        let Some((mut message, len)) = self.decoder.peek(&self.socket, account, record::has_fds)?
+        else {
+            return Ok(None);
+        };
+        message.number = self.next_number;
+        self.next_number = self.next_number.wrapping_add(1);
+        self.request = Request::of(&message, false);
+        let fds: Vec<_> = message.fds.iter().filter_map(SentFd::as_fd).collect();
+        journal.begin(&journal::encode(&message), &fds);
+        codec::discard(&self.socket, len, account)?;
+        Ok(Some(message))
+    }
+
     /// The events to watch for now. The end of the connection is always reported.
     pub(in super::super) fn interest(&self) -> EventFlags {
         if self.waiting.is_some() {

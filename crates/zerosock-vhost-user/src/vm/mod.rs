@@ -17,9 +17,10 @@ mod accept;
 mod connection;
 mod deadlines;
 mod driver;
+mod record;
 
 use std::io::{self, IoSlice};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -27,8 +28,9 @@ use zerosock_sys::account::Account;
 use zerosock_sys::notify::ThreadCount;
 use zerosock_sys::{LogLimit, PeerFd, fd_passing};
 
-use self::connection::{Connection, Driver, has_hung_up, peer};
+use self::connection::{Connection, Driver, Replay, Request, has_hung_up, peer};
 use super::codec::{DecodeError, Decoder, encode_config_change};
+use super::journal::{Journal, VmJournal};
 use super::link::FrontendLink;
 use super::mailbox::{ConfigChange, MailSender, Reply};
 use super::session::{Outcome, Session, Step};
@@ -56,6 +58,7 @@ pub(super) struct Vm {
     /// Threads that write to call descriptors of this VM's front-ends.
     threads: ThreadCount,
     port: Box<dyn DevicePort>,
+    journal: Option<Box<dyn Journal>>,
     mail: MailSender,
     counters: Arc<Counters>,
     front: Front,
@@ -101,6 +104,10 @@ impl Vm {
                 (None, Some(socket.owned_by(&spec.account)))
             }
         };
+        let (journal, restored) = match spec.journal {
+            Some(VmJournal { writer, restored }) => (Some(writer), restored),
+            None => (None, None),
+        };
         let mut vm = Vm {
             name: spec.name,
             model: spec.model,
@@ -113,6 +120,7 @@ impl Vm {
             account: spec.account,
             threads: ThreadCount::default(),
             port: spec.port,
+            journal,
             mail,
             counters,
             front: Front::Idle,
@@ -125,6 +133,9 @@ impl Vm {
         };
         if let Some(socket) = only {
             vm.connect(socket);
+        }
+        if let Some(restored) = restored {
+            vm.continue_connection(restored);
         }
         Ok(vm)
     }
@@ -170,6 +181,12 @@ impl Vm {
         if let Some(suppressed) = self.arrivals.admit(Instant::now()) {
             tracing::info!(vm = %self.name, %peer, suppressed, "front-end connected");
         }
+        let next_number = self.journal.as_mut().map(|it| it.connected(socket.as_fd()));
+        self.begin(socket, next_number.unwrap_or_default(), Replay::default());
+    }
+
+    /// Begins a session with the front-end, with these requests.
+    fn begin(&mut self, socket: PeerFd, next_number: u64, replay: Replay) {
         let link = FrontendLink::new(self.mail.clone(), self.index, self.connection);
         let waiting = self.submit(DeviceCommand::Connected { link });
         let mut session = Session::new(
@@ -192,9 +209,12 @@ impl Vm {
             written: 0,
             stalled_since: None,
             waiting: Some(waiting),
-            has_sent_message: false,
+            has_sent_message: !replay.requests.is_empty(),
             read_since: None,
             driver: Driver::Away,
+            next_number,
+            request: Request::default(),
+            replay,
         }));
     }
 
@@ -212,6 +232,9 @@ impl Vm {
             }
             // Drop the session first: its files must be closed before the worker answers.
             self.front = Front::Idle;
+            if let Some(journal) = &mut self.journal {
+                journal.disconnected();
+            }
             self.front = Front::Draining(self.submit(DeviceCommand::Disconnected));
         }
     }
@@ -252,6 +275,7 @@ impl Vm {
                 if connection.session.is_waiting() {
                     let turn = connection.session.handle_reply(reply);
                     self.apply(turn);
+                    self.repeat_requests();
                 } else if let DeviceReply::Failed(reason) = reply {
                     // The answer to `Connected`.
                     self.counters.fault(FrontendFault::Worker);
@@ -259,6 +283,7 @@ impl Vm {
                     self.disconnect("the worker refuses the front-end");
                 } else {
                     connection.read_since = Some(Instant::now());
+                    self.repeat_requests();
                 }
             }
             Front::Draining(last) if *last == sequence => {
@@ -302,11 +327,13 @@ impl Vm {
     /// up.
     fn serve(&mut self) {
         let mut handled = 0;
-        while handled < BUDGET {
+        loop {
             let Front::Live(connection) = &mut self.front else {
                 return;
             };
-            if connection.waiting.is_some() {
+            // No event follows for requests that are repeated.
+            let has_budget = handled < BUDGET || !connection.replay.requests.is_empty();
+            if connection.waiting.is_some() || !has_budget {
                 return;
             }
             match connection.flush() {
@@ -314,7 +341,7 @@ impl Vm {
                 Ok(false) => return,
                 Err(error) => return self.disconnect(&format!("cannot write a reply: {error}")),
             }
-            match connection.decoder.read(&connection.socket, &self.account) {
+            match connection.receive(self.journal.as_deref_mut(), &self.account) {
                 Ok(None) => return,
                 Ok(Some(message)) => {
                     handled += 1 + message.fds.len();
@@ -341,12 +368,14 @@ impl Vm {
 
     fn apply(&mut self, turn: Outcome) {
         let Outcome { step, refusal } = turn;
+        let is_refused = refusal.is_some();
         if let Some(refusal) = refusal {
             self.counters.fault(refusal.fault);
             self.warn(&format!("refused {}", refusal.text));
         }
         match step {
-            Step::Next => {}
+            Step::Next => self.record(is_refused, &[]),
+            Step::Reply(bytes) if self.journal.is_some() => self.record(is_refused, &bytes),
             Step::Reply(bytes) => {
                 if let Front::Live(connection) = &mut self.front {
                     connection.output = bytes;
@@ -382,5 +411,7 @@ impl Vm {
     }
 }
 
+#[cfg(test)]
+mod record_tests;
 #[cfg(test)]
 mod tests;

@@ -76,6 +76,7 @@ impl Harness {
             sealed_memory: false,
             account: Budget::unlimited().account(),
             port: Box::new(Port::default()),
+            journal: None,
         };
         let vm = Vm::new(spec, 0, mail, counters.clone(), Default::default()).unwrap();
         Harness {

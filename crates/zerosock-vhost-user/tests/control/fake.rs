@@ -151,6 +151,7 @@ impl Harness {
                 sealed_memory,
                 account: budget.account(),
                 port: Box::new(Port(sender)),
+                journal: None,
             });
         }
         (

@@ -278,6 +278,7 @@ fn the_refusal_of_features_has_their_names() {
         need_reply: false,
         payload: u64s(&[1 << 32 | 1 << 11 | 1 << 40]),
         fds: Vec::new(),
+        number: 0,
     });
     assert!(matches!(outcome.step, Step::Close));
     assert_eq!(

@@ -131,6 +131,7 @@ impl NewVm {
             sealed_memory: sealed_memory || self.require_sealed_memory,
             account: self.account,
             port,
+            journal: None,
         }
     }
 

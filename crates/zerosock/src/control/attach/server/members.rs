@@ -252,6 +252,7 @@ impl Server {
             sealed_memory: true,
             account,
             port,
+            journal: None,
         });
         let no_worker = || io::Error::other("no such worker");
         let vm = match spec

@@ -162,6 +162,7 @@ impl Lab {
                 sealed_memory: false,
                 account: Budget::unlimited().account(),
                 port: registry.port(addr).unwrap(),
+                journal: None,
             });
             let stage = VmStage::Active;
             vms.push((cid, ConfiguredVm { vm: n, addr, stage }));

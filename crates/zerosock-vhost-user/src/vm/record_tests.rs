@@ -1,0 +1,366 @@
+//! A process that is killed at any step of any request, and its successor: the front-end gets each
+//! answer once, and the device is as it would be without.
+
+use std::collections::BTreeMap;
+use std::os::fd::BorrowedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use rustix::event::{EventfdFlags, eventfd};
+use vhost::vhost_user::message::{FrontendReq, VhostUserSingleMemoryRegion};
+use vm_memory::ByteValued;
+use zerosock_ring::RegionConfig;
+use zerosock_sys::account::Budget;
+use zerosock_sys::memfd;
+
+use super::super::mailbox::{Mail, MailSender};
+use super::*;
+use crate::ProtocolFeatures;
+use crate::frontend::{Frontend, VringAddr};
+use crate::journal::{Change, Key, Record, RestoredFrontend};
+use crate::session::{F_EVENT_IDX, F_VERSION_1};
+
+const LIMIT: std::time::Duration = std::time::Duration::from_secs(60);
+const MIB: u64 = 1 << 20;
+
+/// What a supervisor holds.
+#[derive(Default)]
+struct Held {
+    socket: Option<OwnedFd>,
+    kept: BTreeMap<Key, Record>,
+    pending: Option<Record>,
+    /// Replies written.
+    replies: usize,
+}
+
+/// How many more steps the process makes.
+#[derive(Clone)]
+struct Steps(Arc<AtomicUsize>);
+
+impl Steps {
+    fn step(&self) {
+        if self.0.fetch_sub(1, Ordering::Relaxed) == 1 {
+            std::panic::resume_unwind(Box::new("killed"));
+        }
+    }
+}
+
+struct TestJournal(Arc<Mutex<Held>>, Steps);
+
+fn record(bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Record {
+    let fds = fds.iter().map(|fd| fd.try_clone_to_owned().unwrap());
+    Record {
+        bytes: bytes.to_vec(),
+        fds: fds.collect(),
+    }
+}
+
+impl Journal for TestJournal {
+    fn connected(&mut self, socket: BorrowedFd<'_>) -> u64 {
+        lock(&self.0).socket = Some(socket.try_clone_to_owned().unwrap());
+        self.1.step();
+        1
+    }
+
+    fn begin(&mut self, request: &[u8], fds: &[BorrowedFd<'_>]) {
+        self.1.step();
+        lock(&self.0).pending = Some(record(request, fds));
+        self.1.step();
+    }
+
+    fn finish(&mut self, place: Option<Key>, changes: &[Change<'_>], reply: &[u8]) {
+        self.1.step();
+        {
+            let mut held = lock(&self.0);
+            let done = held.pending.take().expect("it was begun");
+            if let Some(key) = place {
+                held.kept.insert(key, done);
+            }
+            for change in changes {
+                match change {
+                    Change::Keep { key, bytes, fds } => {
+                        held.kept.insert(*key, record(bytes, fds));
+                    }
+                    Change::Drop(key) => drop(held.kept.remove(key)),
+                    Change::DropAll(request) => held.kept.retain(|key, _| key.request != *request),
+                }
+            }
+            if !reply.is_empty() {
+                let socket = held.socket.as_ref().unwrap();
+                fd_passing::send(socket, &[IoSlice::new(reply)], &[]).unwrap();
+                held.replies += 1;
+            }
+        }
+        self.1.step();
+    }
+
+    fn disconnected(&mut self) {
+        *lock(&self.0) = Held::default();
+    }
+}
+
+fn lock(held: &Mutex<Held>) -> std::sync::MutexGuard<'_, Held> {
+    held.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What the front-end has made of the device.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct State {
+    features: u64,
+    memory: u64,
+    config: Vec<u8>,
+    /// Base, size, and whether it is enabled and has descriptors for calls and errors.
+    queues: BTreeMap<u16, (u16, u16, bool, bool, bool)>,
+}
+
+struct Port(Arc<Mutex<State>>, Option<Arc<zerosock_ring::Memory>>, Steps);
+
+impl DevicePort for Port {
+    fn submit(&mut self, command: DeviceCommand, reply: Reply) {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match command {
+            DeviceCommand::SetFeatures(features) => state.features = features,
+            DeviceCommand::SetConfig(config) => state.config = config.to_vec(),
+            DeviceCommand::SetMemory(memory) => {
+                state.memory = memory.end();
+                self.1 = Some(memory);
+            }
+            DeviceCommand::StartQueue {
+                index,
+                config,
+                call,
+                err,
+                enabled,
+                ..
+            } => {
+                let queue = (
+                    config.base,
+                    config.size,
+                    enabled,
+                    call.is_some(),
+                    err.is_some(),
+                );
+                state.queues.insert(index, queue);
+            }
+            DeviceCommand::SetCall { index, call } => {
+                state.queues.get_mut(&index).unwrap().3 = call.is_some();
+            }
+            DeviceCommand::EnableQueue { index, enabled } => {
+                state.queues.get_mut(&index).unwrap().2 = enabled;
+            }
+            DeviceCommand::ResetDevice => state.queues.clear(),
+            DeviceCommand::StopQueue { index } => {
+                state.queues.remove(&index);
+                drop(state);
+                reply.base(700 + index);
+                return self.2.step();
+            }
+            _ => {}
+        }
+        drop(state);
+        reply.done();
+        self.2.step();
+    }
+}
+
+#[derive(Debug)]
+struct TestModel;
+
+impl DeviceModel for TestModel {
+    fn features(&self) -> u64 {
+        F_VERSION_1 | F_EVENT_IDX
+    }
+
+    fn max_queues(&self) -> u16 {
+        2
+    }
+
+    fn config(&self) -> Vec<u8> {
+        vec![0; 4]
+    }
+
+    fn write_config(
+        &self,
+        config: &mut [u8],
+        write: crate::ConfigWrite<'_>,
+    ) -> Result<(), (FrontendFault, String)> {
+        let places = config.iter_mut().skip(write.offset);
+        places.zip(write.bytes).for_each(|(old, new)| *old = *new);
+        Ok(())
+    }
+}
+
+/// A front-end that changes its mind in every way. Returns the answers, and stays connected.
+fn front_end(socket: UnixStream, acks: bool) -> (Vec<u64>, Frontend) {
+    let mut answers = Vec::new();
+    let mut device = Frontend::from_stream(socket, LIMIT).unwrap();
+    let mut wanted = ProtocolFeatures::all() - ProtocolFeatures::INFLIGHT_SHMFD;
+    wanted.set(ProtocolFeatures::REPLY_ACK, acks);
+    let (features, protocol) = device.negotiate(F_VERSION_1, wanted).unwrap();
+    answers.extend([features, protocol.bits(), device.get_queue_num().unwrap()]);
+    device.write_config(1, &[9]).unwrap();
+    let file = memfd::create("guest", 4 * MIB, true).unwrap();
+    let region = |number: u64| RegionConfig {
+        guest_addr: number * MIB,
+        user_addr: 0x10_0000_0000 + number * MIB,
+        len: MIB,
+        fd_offset: number * MIB,
+    };
+    let slots = |device: &mut Frontend, request: FrontendReq, number: u64| {
+        let it = region(number);
+        let body =
+            VhostUserSingleMemoryRegion::new(it.guest_addr, it.len, it.user_addr, it.fd_offset);
+        device
+            .request_with(request, body.as_slice(), &[file.as_fd()])
+            .unwrap();
+    };
+    for number in 0..3 {
+        slots(&mut device, FrontendReq::ADD_MEM_REG, number);
+    }
+    slots(&mut device, FrontendReq::REM_MEM_REG, 1);
+    let notifiers: Vec<_> = (0..6)
+        .map(|_| eventfd(0, EventfdFlags::NONBLOCK).unwrap())
+        .collect();
+    let start = |device: &mut Frontend, index: u32, base: u16| {
+        device.set_vring_num(index, 64).unwrap();
+        device.set_vring_base(index, base).unwrap();
+        let at = region(2 * u64::from(index)).user_addr;
+        let addr = VringAddr {
+            desc: at,
+            avail: at + 0x4000,
+            used: at + 0x8000,
+        };
+        device.set_vring_addr(index, addr).unwrap();
+        let [call, err, kick] = [0, 2, 4].map(|kind| notifiers[kind + index as usize].as_fd());
+        device.set_vring_call(index, Some(call)).unwrap();
+        device.set_vring_err(index, Some(err)).unwrap();
+        device.set_vring_kick(index, Some(kick)).unwrap();
+        device.set_vring_enable(index, true).unwrap();
+    };
+    start(&mut device, 0, 5);
+    start(&mut device, 1, 6);
+    answers.push(device.get_vring_base(0).unwrap().into());
+    device.reset_device().unwrap();
+    device.write_config(0, &[1]).unwrap();
+    start(&mut device, 0, 8);
+    start(&mut device, 1, 9);
+    // Refused: it runs.
+    assert_eq!(device.set_vring_num(1, 128).is_err(), acks);
+    device.set_vring_enable(0, false).unwrap();
+    device.set_vring_call(1, None).unwrap();
+    answers.push(device.get_vring_base(1).unwrap().into());
+    start(&mut device, 1, 701);
+    answers.push(device.get_features().unwrap());
+    (answers, device)
+}
+
+/// Whether no request is left.
+fn is_done(vm: &Vm) -> bool {
+    match &vm.front {
+        Front::Live(it) => it.waiting.is_none() && it.replay.requests.is_empty(),
+        Front::Idle | Front::Draining(_) => false,
+    }
+}
+
+/// Runs a front-end with a back-end whose processes end after so many steps, the last of them never.
+/// Returns the answers, the state, and how many replies were sent; and how many processes were killed.
+fn run(acks: bool, kills: &[usize]) -> ((Vec<u64>, State, usize), usize) {
+    let (theirs, ours) = UnixStream::pair().unwrap();
+    let held = Arc::new(Mutex::new(Held::default()));
+    let front_end = thread::spawn(move || front_end(theirs, acks));
+    let mut first = Some(ours);
+    let (mut kills, mut killed) = (kills.iter(), 0);
+    loop {
+        let steps = kills.next().copied().unwrap_or(usize::MAX);
+        let steps = Steps(Arc::new(AtomicUsize::new(steps)));
+        let state = Arc::new(Mutex::new(State::default()));
+        let (mail, mailbox) = MailSender::new().unwrap();
+        let restored = {
+            let held = lock(&held);
+            let copy = |it: &Record| {
+                let fds: Vec<_> = it.fds.iter().map(AsFd::as_fd).collect();
+                record(&it.bytes, &fds)
+            };
+            held.socket.as_ref().map(|socket| RestoredFrontend {
+                socket: socket.try_clone().unwrap(),
+                next_number: 1000,
+                // The order does not matter.
+                kept: held.kept.values().rev().map(copy).collect(),
+                pending: held.pending.as_ref().map(copy),
+            })
+        };
+        let listener = UnixListener::bind(tempfile::tempdir().unwrap().path().join("s")).unwrap();
+        let spec = VmSpec {
+            name: "vm0".into(),
+            model: Arc::new(TestModel),
+            socket: FrontendSocket::Listener(OwnedFd::from(listener).into()),
+            max_queue_size: 128,
+            sealed_memory: false,
+            account: Budget::unlimited().account(),
+            port: Box::new(Port(Arc::clone(&state), None, steps.clone())),
+            journal: Some(VmJournal {
+                writer: Box::new(TestJournal(Arc::clone(&held), steps)),
+                restored,
+            }),
+        };
+        let mut vm = None;
+        let life = catch_unwind(AssertUnwindSafe(|| {
+            let vm = vm.insert(Vm::new(spec, 0, mail, Arc::default(), Default::default()).unwrap());
+            if let Some(socket) = first.take() {
+                socket.set_nonblocking(true).unwrap();
+                vm.connect(OwnedFd::from(socket).into());
+            }
+            while !front_end.is_finished() || !is_done(vm) {
+                for mail in mailbox.drain() {
+                    if let Mail::Reply {
+                        sequence, reply, ..
+                    } = mail
+                    {
+                        vm.handle_reply(sequence, reply);
+                    }
+                }
+                vm.handle_ready(false);
+                assert!(!vm.is_idle(), "it was disconnected");
+                thread::yield_now();
+            }
+        }));
+        // A process that is killed does nothing more.
+        std::mem::forget(vm);
+        if life.is_ok() {
+            let state = state.lock().unwrap().clone();
+            let replies = lock(&held).replies;
+            let (answers, _) = front_end.join().unwrap();
+            return ((answers, state, replies), killed);
+        }
+        killed += 1;
+    }
+}
+
+#[test]
+fn a_kill_at_any_step_changes_neither_answers_nor_device() {
+    for acks in [true, false] {
+        let (expected, _) = run(acks, &[]);
+        assert_eq!(expected.1.queues.len(), 2, "{expected:?}");
+        for step in 1.. {
+            let (result, killed) = run(acks, &[step]);
+            assert_eq!(result, expected, "killed at step {step}");
+            if killed == 0 {
+                assert!(step > 100, "only {step} steps");
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_kill_of_each_successor_changes_neither_answers_nor_device() {
+    let (expected, _) = run(true, &[]);
+    for seed in 1..=20 {
+        let kills: Vec<usize> = (1..=30).map(|n| 1 + n * seed * 7 % 23).collect();
+        let (result, _) = run(true, &kills);
+        assert_eq!(result, expected, "killed at steps {kills:?}");
+    }
+}

@@ -7,8 +7,8 @@
 //! # Invariants
 //! - The file can neither shrink nor grow, so no access raises SIGBUS for want of a file. Its contents are
 //!   what another process left there: hostile input, to be read once and checked.
-//! - Each byte belongs to one [`StateMap`] or one [`StateArray`], so it is accessed by atomics of one
-//!   width. A process maps a file once.
+//! - Each byte belongs to one [`StateMap`] or one [`StateArray`], or to one [`StateCell`] and its clones,
+//!   so it is accessed by atomics of one width. A process maps a file once.
 //!
 //! # Use
 //! ```ignore
@@ -20,8 +20,9 @@
 
 use core::marker::PhantomData;
 use core::ops::Deref;
+use core::ptr::{self, NonNull};
+use core::slice;
 use core::sync::atomic::{AtomicU8, AtomicU16, AtomicU64};
-use core::{ptr, slice};
 use std::sync::Arc;
 
 use rustix::fd::AsFd;
@@ -157,21 +158,8 @@ impl StateMap {
     /// Errors of madvise(2) with MADV_POPULATE_WRITE: there is no memory. A kernel before 5.14 does not
     /// know the call; then nothing is allocated and nothing is reported.
     pub fn populate(&self) -> Result<(), Errno> {
-        let page = rustix::param::page_size();
-        let skip = self.start.addr() % page;
-        if self.len == 0 {
-            return Ok(());
-        }
-        // SAFETY: the mapping begins at a page, so the begin of this range's first page is part of it. The
-        // advice changes no contents, and raises no signal.
-        let populated = unsafe {
-            let first = self.start.sub(skip).cast();
-            madvise(first, skip + self.len, Advice::LinuxPopulateWrite)
-        };
-        match populated {
-            Err(Errno::INVAL) => Ok(()),
-            result => result,
-        }
+        // SAFETY: the range is part of the mapping that `self` keeps.
+        unsafe { populate(self.start, self.len) }
     }
 
     /// The range as an array of atomics, as many as fit.
@@ -184,21 +172,49 @@ impl StateMap {
     }
 }
 
-/// An atomic that can lie in a [`StateMap`].
-pub trait StateWord: sealed::Sealed {}
-
-mod sealed {
-    /// Types of at most 8 bytes, aligned to their size, for which all contents are valid, and which are
-    /// changed through a shared reference by atomic accesses only.
-    pub trait Sealed: Sized + Sync {}
+/// Allocates pages: see [`StateMap::populate`].
+///
+/// # Safety
+/// The range is part of a mapping that begins at a page and stays mapped meanwhile.
+unsafe fn populate(start: *mut u8, len: usize) -> Result<(), Errno> {
+    if len == 0 {
+        return Ok(());
+    }
+    let skip = start.addr() % rustix::param::page_size();
+    // SAFETY: the begin of the range's first page is part of the mapping, as the caller says. The advice
+    // changes no contents, and raises no signal.
+    let populated = unsafe {
+        let first = start.sub(skip).cast();
+        madvise(first, skip + len, Advice::LinuxPopulateWrite)
+    };
+    match populated {
+        Err(Errno::INVAL) => Ok(()),
+        result => result,
+    }
 }
 
-impl StateWord for AtomicU8 {}
-impl StateWord for AtomicU16 {}
-impl StateWord for AtomicU64 {}
-impl sealed::Sealed for AtomicU8 {}
-impl sealed::Sealed for AtomicU16 {}
-impl sealed::Sealed for AtomicU64 {}
+/// Atomics that can lie in a [`StateMap`].
+///
+/// # Safety
+/// Aligned to at most 8 bytes, all contents are valid, and through a shared reference every byte is
+/// accessed by atomics of one width or not at all.
+#[allow(private_bounds)] // not to be implemented elsewhere
+pub unsafe trait StateWord: Sized + Sync + sealed::Sealed {}
+
+mod sealed {
+    pub(crate) trait Sealed {}
+}
+
+/// Declares that types are as [`StateWord`] demands.
+macro_rules! state_words {
+    ($($word:ty),*) => { $(
+        impl sealed::Sealed for $word {}
+        // SAFETY: atomic integers, or a `repr(C)` struct of arrays of them. All contents are valid for
+        // integers, and the fields do not overlap.
+        unsafe impl StateWord for $word {}
+    )* };
+}
+state_words!(AtomicU8, AtomicU16, AtomicU64, InflightWords);
 
 /// A range of a state file as an array of atomics.
 #[derive(Debug)]
@@ -221,6 +237,75 @@ impl<T: StateWord> Deref for StateArray<T> {
         // here.
         unsafe { slice::from_raw_parts(self.map.start.cast::<T>(), self.len) }
     }
+}
+
+/// A range of a state file as one `T`. Clones share it.
+#[derive(Debug)]
+pub(crate) struct StateCell<T> {
+    /// Of the range that `_mapping` keeps.
+    place: NonNull<T>,
+    _mapping: Arc<Mapping>,
+}
+
+// SAFETY: `place` leads into a mapping that `_mapping` keeps, on every thread, and `T` is accessed there
+// through shared references only, which any thread may have.
+unsafe impl<T: StateWord> Send for StateCell<T> {}
+// SAFETY: as for Send.
+unsafe impl<T: StateWord> Sync for StateCell<T> {}
+
+impl<T: StateWord> StateCell<T> {
+    /// The first bytes of the range as one `T`; `None` if the range has not so many.
+    pub(crate) fn new(map: StateMap) -> Option<StateCell<T>> {
+        if map.len < size_of::<T>() {
+            return None;
+        }
+        Some(StateCell {
+            place: NonNull::new(map.start)?.cast(),
+            _mapping: map.mapping,
+        })
+    }
+
+    /// As [`StateMap::populate`], for the first `len` bytes.
+    pub(crate) fn populate(&self, len: usize) -> Result<(), Errno> {
+        let len = len.min(size_of::<T>());
+        // SAFETY: the first bytes of the `T` that lies in the mapping, which `self` keeps.
+        unsafe { populate(self.place.as_ptr().cast(), len) }
+    }
+}
+
+impl<T> Clone for StateCell<T> {
+    fn clone(&self) -> StateCell<T> {
+        StateCell {
+            place: self.place,
+            _mapping: Arc::clone(&self._mapping),
+        }
+    }
+}
+
+impl<T: StateWord> Deref for StateCell<T> {
+    type Target = T;
+
+    #[inline(always)] // every packet
+    fn deref(&self) -> &T {
+        // SAFETY: `new` found enough bytes, in a mapping that lives as long as `self` and cannot be truncated,
+        // at a multiple of 8. All contents are valid for `T`. Other processes access the bytes as atomics
+        // or not at all, and in this one only clones of `self` have them: `map` was moved into `new`.
+        unsafe { self.place.as_ref() }
+    }
+}
+
+/// One queue's record of chains in flight, as it lies in the file: see
+/// [`InflightRecord`](crate::InflightRecord), which gives the fields their meaning.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct InflightWords {
+    pub(crate) start: AtomicU64,
+    pub(crate) offset: AtomicU16,
+    pub(crate) completed: AtomicU16,
+    _reserved: [AtomicU16; 26],
+    /// One byte for each head. A u16 is always inside, so the compiler leaves out the check; pages that no
+    /// head of the queue touches take no memory.
+    pub(crate) heads: [AtomicU8; 1 << 16],
 }
 
 #[cfg(test)]

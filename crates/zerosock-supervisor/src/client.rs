@@ -94,7 +94,12 @@ impl Client {
         let socket = rustix::io::fcntl_dupfd_cloexec(&stdin, 3).map_err(io::Error::from)?;
         rustix::stdio::dup2_stdin(File::open("/dev/null")?).map_err(io::Error::from)?;
         set_parent_process_death_signal(Some(Signal::KILL)).map_err(io::Error::from)?;
-        Client::receive(socket)
+        let (client, entries) = Client::receive(socket)?;
+        // It may have ended before the call above.
+        match client.wait_for_supervisor_end(Some(Duration::ZERO))? {
+            true => Err(Error::NoSupervisor),
+            false => Ok((client, entries)),
+        }
     }
 
     fn receive(socket: OwnedFd) -> Result<(Client, Vec<Entry>), Error> {

@@ -12,12 +12,14 @@ use signal_hook::{consts, flag, low_level};
 /// Signals that are passed on to the worker process.
 const PASSED: [Signal; 4] = [Signal::TERM, Signal::INT, Signal::HUP, Signal::USR1];
 /// Signals that would end a process by default and are not for a daemon, beside the real-time ones.
-const IGNORED: [i32; 5] = [
+const IGNORED: [i32; 7] = [
     consts::SIGUSR2,
     consts::SIGALRM,
     consts::SIGVTALRM,
     consts::SIGPROF,
     consts::SIGIO,
+    Signal::POWER.as_raw(),
+    Signal::STKFLT.as_raw(),
 ];
 
 #[derive(Debug)]

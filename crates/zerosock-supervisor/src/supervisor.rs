@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, RecvFlags, SendFlags, Shutdown, SocketType, sockopt};
 use rustix::process::{Resource, Signal, getrlimit};
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use crate::background::{Closer, ServiceManager};
 use crate::message::{Limits, MAX_DATAGRAM, Operation, decode};
@@ -132,9 +132,19 @@ impl Supervisor {
                     if worker.ending || !self.ready {
                         info!("the worker process has ended, {status}: no successor is started");
                         let signal = status.signal().unwrap_or_default();
-                        return Ok(status.code().unwrap_or(128 + signal));
+                        // It had been told to end, and had not caught the signal yet.
+                        let is_stopped = worker.ending && signal == Signal::TERM.as_raw();
+                        let otherwise = if is_stopped { 0 } else { 128 + signal };
+                        return Ok(status.code().unwrap_or(otherwise));
                     }
-                    self.prepare_successor(status)
+                    error!("the worker process died, {status}: a successor takes over");
+                    match status.code() {
+                        // Its own decision, for want of a descriptor or by a mistake in a file. Another attempt may
+                        // succeed.
+                        Some(_) if !worker.ready => RETRY,
+                        _ if worker.was_killed_from_outside(status) => Duration::ZERO,
+                        _ => self.prepare_successor(),
+                    }
                 }
                 Err(error) if !self.ready => return Err(error),
                 Err(error) => {
@@ -156,7 +166,10 @@ impl Supervisor {
     /// Serves a worker process until it has ended.
     fn attend(&mut self, worker: &mut Worker) -> io::Result<ExitStatus> {
         let id = worker.child.id();
-        info!("started worker process {id}");
+        match self.ready {
+            true => info!("started worker process {id}"),
+            false => debug!("started worker process {id}"),
+        }
         loop {
             let deadline = worker.deadline(self.config.start_limit, self.config.alive_limit);
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
@@ -169,6 +182,10 @@ impl Supervisor {
             }
             if ended {
                 worker.unsent = None;
+                // A process that has inherited the other end sends nothing more.
+                if let Some(socket) = &worker.socket {
+                    let _ = net::shutdown(socket, Shutdown::Read);
+                }
                 while self.receive(worker) {}
                 self.closer.close(worker.socket.take());
                 return worker.child.wait();
@@ -195,7 +212,7 @@ impl Supervisor {
         fds.extend(worker.map(|worker| PollFd::new(&worker.process, PollFlags::IN)));
         // A worker process that removes descriptors faster than they are closed waits.
         let busy = self.closer.backlog() as u64 > self.config.limits.descriptors / 2;
-        if let Some(worker) = worker.filter(|_| !busy) {
+        if let Some(worker) = worker.filter(|worker| !busy || worker.unsent.is_some()) {
             let events = if worker.unsent.is_some() {
                 PollFlags::OUT
             } else {
@@ -260,7 +277,10 @@ impl Supervisor {
         match operations[..] {
             [Operation::Alive] => worker.last_alive = Some(Instant::now()),
             [Operation::Notify(text)] => {
-                self.ready |= text.split('\n').any(|line| line == "READY=1");
+                if text.split('\n').any(|line| line == "READY=1") {
+                    self.ready = true;
+                    worker.set_ready();
+                }
                 self.service_manager.notify(text);
             }
             [Operation::Stopping] => worker.ending = true,
@@ -279,8 +299,7 @@ impl Supervisor {
     }
 
     /// Counts a death, and returns the pause after which a successor is started.
-    fn prepare_successor(&mut self, status: ExitStatus) -> Duration {
-        error!("the worker process died, {status}: a successor takes over");
+    fn prepare_successor(&mut self) -> Duration {
         let policy = &self.config.policy;
         let (reduce, pause) = self.restarts.record_death(policy, Instant::now());
         if reduce {
@@ -307,7 +326,7 @@ fn write((value, bytes): &PendingWrite<'_, OwnedFd>) {
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     let written = rustix::io::retry_on_intr(|| net::send(socket, bytes, flags));
     if written != Ok(bytes.len()) {
-        warn!(
+        debug!(
             "a peer took {written:?} of {} bytes and is disconnected",
             bytes.len()
         );

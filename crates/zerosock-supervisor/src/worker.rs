@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -44,6 +44,10 @@ pub(crate) struct Worker {
     /// It was told to end, or has said that it does.
     pub(crate) ending: bool,
     killed: bool,
+    /// It has notified READY=1.
+    pub(crate) ready: bool,
+    /// Signals that came before that.
+    held_signals: Vec<Signal>,
 }
 
 impl Worker {
@@ -65,6 +69,8 @@ impl Worker {
             started: Instant::now(),
             last_alive: None,
             ending: false,
+            ready: false,
+            held_signals: Vec::new(),
             killed: false,
         })
     }
@@ -105,8 +111,28 @@ impl Worker {
     /// Passes a signal on.
     pub(crate) fn signal(&mut self, signal: Signal) {
         self.ending |= signal == Signal::TERM || signal == Signal::INT;
-        // Fails only if the process has ended.
-        let _ = pidfd_send_signal(&self.process, signal);
+        // A process that is not ready may not have caught the others yet.
+        if self.ready || self.ending {
+            // Fails only if the process has ended.
+            let _ = pidfd_send_signal(&self.process, signal);
+        } else {
+            self.held_signals.push(signal);
+        }
+    }
+
+    /// It serves now: passes on what was held until then.
+    pub(crate) fn set_ready(&mut self) {
+        self.ready = true;
+        for signal in std::mem::take(&mut self.held_signals) {
+            self.signal(signal);
+        }
+    }
+
+    /// Whether this status is that of a death which says nothing against the entries: it served, and was
+    /// killed by neither itself nor the supervisor.
+    pub(crate) fn was_killed_from_outside(&self, status: ExitStatus) -> bool {
+        let signal = status.signal();
+        self.ready && !self.killed && signal == Some(Signal::KILL.as_raw())
     }
 
     pub(crate) fn kill(&mut self) {

@@ -280,10 +280,13 @@ fn die(client: &Client, entries: &[Entry]) -> Result<Infallible, Error> {
             )?;
             client.notify("READY=1")?;
         }
-        5 => client.stopping()?,
+        5 => {
+            client.stopping()?;
+            exit(5);
+        }
         _ => {}
     }
-    exit(5);
+    std::process::abort();
 }
 
 fn signals(client: &Client) -> Result<Infallible, Error> {

@@ -154,6 +154,27 @@ impl Identity {
     }
 }
 
+impl SocketFile {
+    /// The file at a path, which a predecessor of this process has made for a socket that this one has.
+    /// `reserved` as in [`SocketFileOptions`].
+    ///
+    /// # Errors
+    /// There is no socket at the path.
+    pub fn adopt(path: &Path, reserved: bool, lock_wait: Duration) -> io::Result<SocketFile> {
+        let (directory, name) = open_parent(path)?;
+        let (identity, is_socket) = Identity::of(&open_entry(&directory, &name)?)?;
+        if !is_socket {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        Ok(SocketFile {
+            path: path.to_owned(),
+            identity,
+            _reservation: reserved.then(|| Reservation::new(identity.id())),
+            lock_wait,
+        })
+    }
+}
+
 /// Device and inode of a file.
 type FileId = (u32, u32, u64);
 

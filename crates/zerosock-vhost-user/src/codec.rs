@@ -305,7 +305,9 @@ fn peek_whole(
 pub fn discard(socket: impl AsFd, bytes: usize, account: &Account) -> Result<(), DecodeError> {
     let mut left = bytes;
     let mut room = [0; HEADER_LEN + MAX_PAYLOAD];
-    while let Some(room) = room.get_mut(..left).filter(|room| !room.is_empty()) {
+    while left > 0 {
+        // No message is longer.
+        let room = room.get_mut(..left).ok_or(DecodeError::Truncated)?;
         let (bytes, _) = receive(&socket, room, 0, account, false, fd_passing::recv)?;
         left -= bytes.ok_or(DecodeError::Truncated)?;
     }

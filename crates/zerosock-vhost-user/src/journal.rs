@@ -16,6 +16,7 @@
 //! A request that arrives in parts is taken from the socket first. Front-ends send each with one
 //! call.
 
+use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use vhost::vhost_user::message::FrontendReq;
@@ -75,7 +76,7 @@ pub enum Change<'a> {
     DropAll(u32),
 }
 
-/// Takes down what a front-end does. Called on the control thread: no call may wait for a peer.
+/// Records what a front-end does. Called on the control thread: no call may wait for a peer.
 ///
 /// Each call takes effect as a whole or not at all, also if the process is killed during the call,
 /// and in the order of the calls.
@@ -88,8 +89,9 @@ pub trait Journal: Send {
     fn begin(&mut self, request: &[u8], fds: &[BorrowedFd<'_>]);
 
     /// The request was carried out or refused. It is kept under `place`, or dropped; `changes` come
-    /// after that. `reply`, if not empty, is written to the socket.
-    fn finish(&mut self, place: Option<Key>, changes: &[Change<'_>], reply: &[u8]);
+    /// after that. `reply`, if not empty, is written to the socket. Returns false if nothing of this can
+    /// be done: then the caller writes the reply.
+    fn finish(&mut self, place: Option<Key>, changes: &[Change<'_>], reply: &[u8]) -> bool;
 
     /// The front-end has gone: all of it is dropped.
     fn disconnected(&mut self);
@@ -97,10 +99,18 @@ pub trait Journal: Send {
 
 /// The journal of a VM.
 pub struct VmJournal {
-    /// Takes down what the front-ends do.
+    /// Records what the front-ends do.
     pub writer: Box<dyn Journal>,
     /// The connection that a predecessor of this process had.
     pub restored: Option<RestoredFrontend>,
+}
+
+impl fmt::Debug for VmJournal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("VmJournal")
+            .field("restored", &self.restored)
+            .finish_non_exhaustive()
+    }
 }
 
 /// A request as it was recorded.
@@ -119,7 +129,7 @@ pub struct RestoredFrontend {
     pub socket: OwnedFd,
     /// The number of the next request, as in [`Journal::connected`].
     pub next_number: u64,
-    /// The kept requests, in any order.
+    /// The kept requests, in the order in which they were recorded.
     pub kept: Vec<Record>,
     /// The request that was begun and not finished.
     pub pending: Option<Record>,
@@ -166,7 +176,7 @@ pub(crate) fn in_order(kept: Vec<Record>, account: &Account) -> Option<Vec<Messa
         let rank = ORDER.iter().position(|&other| other == request)?;
         ranked.push((rank, message));
     }
-    ranked.sort_by_key(|(rank, message)| (*rank, message.number));
+    ranked.sort_by_key(|(rank, _)| *rank);
     Some(ranked.into_iter().map(|(_, message)| message).collect())
 }
 

@@ -198,7 +198,7 @@ pub struct VmSpec {
     pub account: Account,
     /// Takes the commands to this VM's device.
     pub port: Box<dyn DevicePort>,
-    /// Takes down what a successor of this process needs; `None`: a front-end's connection ends with
+    /// Records what a successor of this process needs; `None`: a front-end's connection ends with
     /// the process.
     pub journal: Option<VmJournal>,
 }

@@ -325,6 +325,7 @@ fn refusal(offloads: u64, features: u64) -> Option<String> {
         need_reply: false,
         payload: features.to_ne_bytes().to_vec(),
         fds: Vec::new(),
+        number: 0,
     });
     outcome.refusal.map(|refusal| refusal.text)
 }

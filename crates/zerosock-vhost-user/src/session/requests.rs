@@ -479,7 +479,7 @@ fn set_vring_kick(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
         used_log: queue.used_log,
         // "Ring states": without the protocol features a ring that is started is enabled.
         enabled: queue.enabled || !negotiated,
-        start: 0,
+        start: session.number,
     };
     Ok(Accepted::Command(command, OnDone::Start(index)))
 }

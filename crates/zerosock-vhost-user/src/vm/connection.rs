@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use rustix::event::epoll::{self, EventFlags};
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{Shutdown, shutdown};
 use zerosock_sys::account::Account;
-use zerosock_sys::{PeerFd, fd_passing, wait_ready};
+use zerosock_sys::{PeerFd, fd_passing, reaper, wait_ready};
 
 use crate::codec::{self, DecodeError, Decoder, Message};
 use crate::fds::SentFd;
@@ -73,6 +73,8 @@ pub(super) struct Request {
     pub(super) number: u64,
     /// A predecessor has answered it.
     pub(super) is_answered: bool,
+    /// None of its descriptors was refused, so that it can be repeated.
+    pub(super) is_whole: bool,
 }
 
 impl Request {
@@ -81,6 +83,7 @@ impl Request {
             key: record::key(message.request, &message.payload),
             number: message.number,
             is_answered,
+            is_whole: message.fds.iter().all(|fd| fd.as_fd().is_some()),
         }
     }
 }
@@ -99,6 +102,9 @@ impl Drop for Connection {
         // The reaper closes the socket later, perhaps after descriptors that do not close. Without
         // this, epoll would report it until then, and the front-end would not see the end.
         hang_up(&self.socket);
+        if self.next_number != 0 {
+            drain(&self.socket);
+        }
         if let Some(epoll) = &self.epoll {
             let _ = epoll::delete(epoll, &self.socket);
         }
@@ -167,6 +173,21 @@ impl Connection {
         self.written = 0;
         Ok(true)
     }
+}
+
+/// Has the reaper close the descriptors in the receive queue. The supervisor has the socket, too, and may
+/// close it last, and what is in it.
+fn drain(socket: &PeerFd) {
+    let Ok(copy) = socket.as_fd().try_clone_to_owned() else {
+        return;
+    };
+    let receive_all = move || {
+        let (mut room, mut fds) = ([0; 4096], Vec::new());
+        while fd_passing::recv(&copy, &mut room, &mut fds).is_ok_and(|it| it.bytes > 0) {
+            fds.clear();
+        }
+    };
+    reaper::run(receive_all, socket.account());
 }
 
 /// Ends both directions of a connection without waiting. The peer can still read what was sent to

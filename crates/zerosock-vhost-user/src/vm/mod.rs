@@ -376,14 +376,7 @@ impl Vm {
         match step {
             Step::Next => self.record(is_refused, &[]),
             Step::Reply(bytes) if self.journal.is_some() => self.record(is_refused, &bytes),
-            Step::Reply(bytes) => {
-                if let Front::Live(connection) = &mut self.front {
-                    connection.output = bytes;
-                    if let Err(error) = connection.flush() {
-                        self.disconnect(&format!("cannot write a reply: {error}"));
-                    }
-                }
-            }
+            Step::Reply(bytes) => self.reply(bytes),
             Step::Command(command) => {
                 let sequence = self.submit(command);
                 if let Front::Live(connection) = &mut self.front {
@@ -393,6 +386,16 @@ impl Vm {
             Step::Close => self.disconnect("a request with a reply of its own failed"),
         }
         self.note_driver();
+    }
+
+    /// Writes a reply.
+    fn reply(&mut self, bytes: Vec<u8>) {
+        if let Front::Live(connection) = &mut self.front {
+            connection.output = bytes;
+            if let Err(error) = connection.flush() {
+                self.disconnect(&format!("cannot write a reply: {error}"));
+            }
+        }
     }
 
     fn submit(&mut self, command: DeviceCommand) -> u64 {

@@ -63,14 +63,19 @@ impl Vm {
             key,
             number,
             is_answered,
+            is_whole,
         } = connection.request;
-        match (is_answered, is_refused) {
-            (true, true) => self.disconnect("a request of its journal is refused"),
-            (true, false) => {}
+        let is_written = match (is_answered, is_refused) {
+            (true, true) => return self.disconnect("a request of its journal is refused"),
+            (true, false) => return,
             (false, true) => journal.finish(None, &[], reply),
             (false, false) => {
-                journal.finish(key.kept(), &connection.session.changes(key, number), reply);
+                let place = key.kept().filter(|_| is_whole);
+                journal.finish(place, &connection.session.changes(key, number), reply)
             }
+        };
+        if !is_written {
+            self.reply(reply.to_vec());
         }
     }
 }

@@ -71,7 +71,7 @@ impl Journal for TestJournal {
         self.1.step();
     }
 
-    fn finish(&mut self, place: Option<Key>, changes: &[Change<'_>], reply: &[u8]) {
+    fn finish(&mut self, place: Option<Key>, changes: &[Change<'_>], reply: &[u8]) -> bool {
         self.1.step();
         {
             let mut held = lock(&self.0);
@@ -95,6 +95,7 @@ impl Journal for TestJournal {
             }
         }
         self.1.step();
+        true
     }
 
     fn disconnected(&mut self) {
@@ -265,7 +266,7 @@ fn is_done(vm: &Vm) -> bool {
     }
 }
 
-/// Runs a front-end with a back-end whose processes end after so many steps, the last of them never.
+/// Runs a front-end with a back-end: its processes end after so many steps, the last of them never.
 /// Returns the answers, the state, and how many replies were sent; and how many processes were killed.
 fn run(acks: bool, kills: &[usize]) -> ((Vec<u64>, State, usize), usize) {
     let (theirs, ours) = UnixStream::pair().unwrap();

@@ -8,7 +8,7 @@ use crate::control::attach::{AttachConfig, Process};
 use crate::control::config::system;
 pub use crate::control::config::{
     CONNECT_TIMEOUT, HostSide, HybridMessages, Reload, ReloadError, STOPPED_TIMEOUT, StartError,
-    VmConfig,
+    Succession, VmConfig,
 };
 pub use crate::control::guest::key::{GuestKey, KeyError};
 pub use crate::control::guest::options::GuestEndpoints;
@@ -54,6 +54,7 @@ use zerosock_virtio::mailbox::Sender;
 ///     require_sealed_memory: false,
 ///     stopped_timeout: Some(STOPPED_TIMEOUT),
 ///     guest_endpoints: None,
+///     succession: None,
 /// };
 /// let daemon = Daemon::start(DaemonConfig { vms: vec![vm], ..DaemonConfig::default() })?;
 /// daemon.shutdown();

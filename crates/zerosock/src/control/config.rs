@@ -1,14 +1,16 @@
 //! The configuration of a set of devices, and errors of starting and changing it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::time::Duration;
 use zerosock_proto::Cid;
 use zerosock_proto::addr::AddressError;
 use zerosock_proto::vsock::QueuePairs;
+use zerosock_vhost_user::journal::VmJournal;
 use zerosock_virtio::numbers::MAX_DEVICES;
 
 use crate::control::attach::AttachTerms;
@@ -80,6 +82,28 @@ pub struct VmConfig {
     pub stopped_timeout: Option<Duration>,
     /// Which endpoints the guest may have on its pages; `None`: none.
     pub guest_endpoints: Option<GuestEndpoints>,
+    /// What makes a process that starts after this one has been killed continue the VM's device;
+    /// `None`: it ends with the process.
+    pub succession: Option<Succession>,
+}
+
+/// What one process leaves to the next one that serves a VM.
+pub struct Succession {
+    /// The connection of the front-end.
+    pub journal: VmJournal,
+    /// The memory of the device that the process before has left: a file, which is checked.
+    pub state: Option<OwnedFd>,
+    /// Keeps a new file of this kind for the process after this one.
+    pub keep_state: Box<dyn FnOnce(BorrowedFd<'_>) + Send>,
+}
+
+impl fmt::Debug for Succession {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Succession")
+            .field("journal", &self.journal)
+            .field("state", &self.state)
+            .finish_non_exhaustive()
+    }
 }
 
 /// The default of [`DaemonConfig::connect_timeout`](crate::daemon::DaemonConfig::connect_timeout): less than the

@@ -203,7 +203,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             continue;
         };
         let mut vm = NewVm::new(vm, registry.budget().account());
-        let member = vm.take_member(guests.reports())?;
+        let member = vm.take_member(guests.reports(), registry.state_len())?;
         guests.add_vm(cid, vm.guest_share(addr));
         let configured = ConfiguredVm {
             vm: n,

@@ -5,15 +5,18 @@
 //! - The reaper closes the sockets of a VM that is dropped: connections in the backlog of a
 //!   listener can carry descriptors, which are closed with it.
 
-use std::os::fd::OwnedFd;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use zerosock_proto::Cid;
+use zerosock_ring::StateMap;
 use zerosock_sys::account::Account;
-use zerosock_sys::{PeerFd, fd_passing};
+use zerosock_sys::{PeerFd, fd_passing, memfd};
+use zerosock_vhost_user::journal::VmJournal;
 use zerosock_vhost_user::{DevicePort, FrontendSocket, VmSpec};
 
-use super::config::{HostSide, StartError, VmConfig, system};
+use super::config::{HostSide, StartError, Succession, VmConfig, system};
 use super::guest::options::GuestEndpoints;
 use super::guest::server::GuestShare;
 use super::registry::DeviceRegistry;
@@ -37,6 +40,8 @@ pub(super) struct NewVm {
     require_sealed_memory: bool,
     stopped_timeout: Option<Duration>,
     guest_endpoints: Option<GuestEndpoints>,
+    succession: Option<Succession>,
+    journal: Option<VmJournal>,
     /// The account of the front-end.
     account: Account,
     /// That of the host programs, in the same share.
@@ -77,6 +82,8 @@ impl NewVm {
             require_sealed_memory: vm.require_sealed_memory,
             stopped_timeout: vm.stopped_timeout,
             guest_endpoints: vm.guest_endpoints,
+            succession: vm.succession,
+            journal: None,
             account,
             programs,
         }
@@ -101,7 +108,12 @@ impl NewVm {
     }
 
     /// Makes the member of the registry. To be called once: it takes the host side.
-    pub(super) fn take_member(&mut self, reports: &GuestReports) -> Result<Member, StartError> {
+    /// Its memory that outlives the process has `state_len` bytes.
+    pub(super) fn take_member(
+        &mut self,
+        reports: &GuestReports,
+        state_len: usize,
+    ) -> Result<Member, StartError> {
         Ok(Member {
             cid: self.cid,
             host: self.take_host()?,
@@ -111,7 +123,46 @@ impl NewVm {
             account: self.programs.clone(),
             stopped_timeout: self.stopped_timeout,
             guests: self.guest_endpoints.as_ref().map(|_| reports.clone()),
-            state: MemberState::default(),
+            state: self.take_state(state_len)?,
+        })
+    }
+
+    /// Maps the memory that outlives the process: that of the process before, or a new one. Without the
+    /// former the connection of the front-end is not continued.
+    fn take_state(&mut self, len: usize) -> Result<MemberState, StartError> {
+        let Some(succession) = self.succession.take() else {
+            return Ok(MemberState::default());
+        };
+        let Succession {
+            mut journal,
+            state,
+            keep_state,
+        } = succession;
+        let left = state.filter(|file| memfd::len(file).is_ok_and(|found| found == len as u64));
+        let left = left.and_then(|file| StateMap::map(file, len).ok());
+        let memory = match left {
+            Some(memory) => memory,
+            None => {
+                if let Some(former) = journal.restored.take() {
+                    tracing::error!(
+                        cid = %self.cid,
+                        "the connection of the front-end ends: there is no usable state of the device"
+                    );
+                    journal.writer.disconnected();
+                    drop(PeerFd::from(former.socket).owned_by(&self.account));
+                }
+                let file = memfd::create("zerosock-state", len as u64, true);
+                let file = file.map_err(system("make a memory file"))?;
+                keep_state(file.as_fd());
+                let map = StateMap::map(&file, len).map_err(io::Error::other);
+                map.map_err(system("map a memory file"))?
+            }
+        };
+        let awaits_queues = journal.restored.is_some();
+        self.journal = Some(journal);
+        Ok(MemberState {
+            memory: Some(memory),
+            awaits_queues,
         })
     }
 
@@ -131,7 +182,7 @@ impl NewVm {
             sealed_memory: sealed_memory || self.require_sealed_memory,
             account: self.account,
             port,
-            journal: None,
+            journal: self.journal,
         }
     }
 

@@ -56,6 +56,7 @@ fn new_vm(dir: &Path, account: Account) -> (NewVm, Vec<TcpStream>) {
         require_sealed_memory: false,
         stopped_timeout: None,
         guest_endpoints: None,
+        succession: None,
     };
     (NewVm::new(vm, account), vec![one, two, three])
 }

@@ -235,6 +235,11 @@ impl DeviceRegistry {
         self.terms.devices(&self.queue_pairs(addr), member)
     }
 
+    /// Bytes of the memory of a device that outlives the process.
+    pub(super) fn state_len(&self) -> usize {
+        self.terms.state_len()
+    }
+
     /// The model for the front-end of the device with this CID.
     pub(crate) fn model(&self, cid: Cid) -> Arc<dyn DeviceModel> {
         self.terms.model(cid)

@@ -258,7 +258,9 @@ impl ReloadHandler {
         if vm.buf_alloc == 0 {
             return Err(refuse(StartError::EmptyWindow));
         }
-        let member = vm.take_member(self.guests.reports()).map_err(refuse)?;
+        let state_len = self.registry.state_len();
+        let member = vm.take_member(self.guests.reports(), state_len);
+        let member = member.map_err(refuse)?;
         let socket = |errno: Errno| ReloadError::Socket {
             cid,
             source: errno.into(),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use zerosock_proto::vsock::{LocalCids, PortTable, QueuePairs, Shard, ShardConfig};
 use zerosock_proto::{Cid, Port};
-use zerosock_ring::StateMap;
+use zerosock_ring::{InflightRecord, StateMap};
 use zerosock_sys::LogLimit;
 use zerosock_sys::account::Account;
 use zerosock_vhost_user::{DeviceModel, DevicePort};
@@ -25,6 +25,15 @@ const MAX_PENDING_RESETS: usize = 1024;
 
 /// Lines of the access log in 10 s, of a VM or process.
 const ACCESS_LINES: u32 = 1000;
+
+/// Room for connections in a flow log, at least.
+const LOGGED_CONNECTIONS: usize = 1 << 17;
+
+/// Bytes of the records of the queues of a queue pair.
+const RECORDS_LEN: usize = QUEUES * InflightRecord::LEN;
+
+/// Queues of a queue pair: receive, transmit and event queue.
+const QUEUES: usize = 3;
 
 /// Limits of every device.
 #[derive(Clone, Debug)]
@@ -59,10 +68,9 @@ pub(crate) struct Member {
 /// Memory of a device that outlives the process, where there is any.
 #[derive(Debug, Default)]
 pub(crate) struct MemberState {
-    /// A flow log for each queue pair, of [`Terms::flow_log_len`] bytes; with the flows of the process
-    /// before, if there was one. A queue pair without one is not logged.
-    pub(crate) flow_logs: Vec<StateMap>,
-    /// The process succeeds another one whose front-end will start the queues again.
+    /// [`Terms::state_len`] bytes; `None`: nothing outlives the process.
+    pub(crate) memory: Option<StateMap>,
+    /// The process succeeds another one, and the front-end of that one starts the queues again.
     pub(crate) awaits_queues: bool,
 }
 
@@ -86,18 +94,24 @@ impl Terms {
         // any.
         let outward = host.outward();
         let hosts = std::iter::once(host).chain(std::iter::repeat_with(|| outward.outward()));
-        let flow_logs = state.flow_logs.into_iter().map(Some);
-        let flow_logs = flow_logs.chain(std::iter::repeat_with(|| None));
-        let devices = (0..).zip(queue_pairs.iter()).zip(hosts.zip(flow_logs));
+        let mut rest = state.memory;
+        let devices = (0..).zip(queue_pairs.iter()).zip(hosts);
         devices
-            .map(|((pair, &queue_pair), (host, flows))| {
+            .map(|((pair, &queue_pair), host)| {
                 let shard = self.shard(cid, buf_alloc, &ports);
                 let mut device = Device::new(queue_pair, cid, shard, host, service.clone());
                 device.driver = driver;
                 device.set_queue_pair(pair, queue_pairs.clone());
                 device.set_account(account.clone());
                 device.stop.limit = stopped_timeout;
-                device.set_former_process(flows, state.awaits_queues);
+                if let Some(mut flows) = rest.take() {
+                    let records = flows.split_off(self.flow_log_len());
+                    if let Some(mut records) = records {
+                        rest = records.split_off(RECORDS_LEN);
+                        device.queues.set_state(records);
+                    }
+                    device.set_former_process(Some(flows), state.awaits_queues);
+                }
                 device.set_access_log(Arc::clone(&access_log));
                 device.set_traffic(self.traffic.enter(cid));
                 let reports = guests.clone().filter(|_| pair == 0);
@@ -107,10 +121,16 @@ impl Terms {
             .collect()
     }
 
-    /// Bytes of a flow log that has room for the connections of a queue pair.
-    #[expect(dead_code, reason = "for the supervisor, which has the memory")]
-    pub(crate) const fn flow_log_len(&self) -> usize {
-        table_len(self.max_connections)
+    /// Bytes of the memory of a device that outlives the process: for each queue pair a log of flows and
+    /// the records of its queues. Most pages of it are never used.
+    pub(crate) fn state_len(&self) -> usize {
+        usize::from(self.queue_pairs.get()) * (self.flow_log_len() + RECORDS_LEN)
+    }
+
+    /// Bytes of a flow log that has room for the connections of a queue pair. The same for most limits of
+    /// connections, which depend on the number of VMs: a successor may have others.
+    fn flow_log_len(&self) -> usize {
+        table_len(self.max_connections.max(LOGGED_CONNECTIONS))
     }
 
     fn shard(&self, cid: Cid, buf_alloc: u32, ports: &Arc<PortTable>) -> Shard {

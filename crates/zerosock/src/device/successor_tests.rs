@@ -377,6 +377,7 @@ fn transport_reset_ends_connections_that_have_begun_before_it() {
     let started = QueueStarted {
         resumed: true,
         base: 1,
+        recovered: 0,
         stopped_at: None,
     };
     device.queue_started(TX, started, &mut cx);

@@ -423,6 +423,7 @@ impl HostBuilder {
                 require_sealed_memory: false,
                 stopped_timeout: self.stopped_timeout,
                 guest_endpoints: None,
+                succession: None,
             });
         }
         for (cid, endpoints) in self.guest_endpoints {

@@ -58,6 +58,7 @@ fn vm(lab: &AttachDaemon, cid: u32, groups: &str) -> (Vm, VmConfig) {
         require_sealed_memory: false,
         stopped_timeout: None,
         guest_endpoints: None,
+        succession: None,
     };
     (vm, config)
 }

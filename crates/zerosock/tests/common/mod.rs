@@ -200,6 +200,7 @@ pub(crate) fn daemon_config(vms: &[Vm]) -> DaemonConfig {
             require_sealed_memory: false,
             stopped_timeout: None,
             guest_endpoints: None,
+            succession: None,
         });
     }
     config

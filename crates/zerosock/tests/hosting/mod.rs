@@ -65,6 +65,7 @@ impl Hosted {
                 require_sealed_memory: false,
                 stopped_timeout: None,
                 guest_endpoints: None,
+                succession: None,
             });
             sockets.push(socket);
         }

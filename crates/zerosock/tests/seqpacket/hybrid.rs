@@ -83,6 +83,7 @@ impl HybridDaemon {
             require_sealed_memory: false,
             stopped_timeout: None,
             guest_endpoints: None,
+            succession: None,
         };
         let daemon = Daemon::start(DaemonConfig {
             vms: vec![vm],

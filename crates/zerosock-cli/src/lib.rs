@@ -30,6 +30,7 @@ mod signals;
 mod size;
 mod socket_access;
 mod sockets;
+mod supervised;
 pub mod vm;
 
 use std::process::ExitCode;

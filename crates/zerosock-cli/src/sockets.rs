@@ -128,6 +128,12 @@ pub(crate) fn bind_type(
     bind_socket(path, access, kind, Peers::CLIENTS)
 }
 
+/// The file of a socket that a predecessor of this process has made; `None` if it is not there.
+/// `reserved` as for [`bind`].
+pub(crate) fn adopt(path: &Path, reserved: bool) -> Option<SocketFile> {
+    SocketFile::adopt(path, reserved, LOCK_WAIT).ok()
+}
+
 /// Listens on a TCP address.
 pub(crate) fn bind_tcp(address: SocketAddr) -> io::Result<OwnedFd> {
     let family = match address {

@@ -49,7 +49,15 @@ impl Daemon {
         let dir = tempfile::tempdir().unwrap();
         let neighbour = Cid::new(5);
         let mut command = zerosock();
-        command.args(["serve", "--workers", "1", "--log-level", "off"]);
+        let words = [
+            "serve",
+            "--no-supervisor",
+            "--workers",
+            "1",
+            "--log-level",
+            "off",
+        ];
+        command.args(words);
         command.args(options);
         for cid in [GREEDY, SIBLING, neighbour] {
             let vsock = dir.path().join(format!("vm{}.vsock", cid.get()));

@@ -31,7 +31,9 @@ impl Daemon {
         let mut command = Command::new("sh");
         let script = format!("ulimit -n {descriptors}; exec \"$0\" \"$@\"");
         command.args(["-c", &script]).arg(plain.get_program());
-        command.args(["serve", "--workers", "1"]).args(options);
+        command
+            .args(["serve", "--no-supervisor", "--workers", "1"])
+            .args(options);
         for (name, value) in plain.get_envs() {
             match value {
                 Some(value) => command.env(name, value),

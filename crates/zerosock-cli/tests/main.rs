@@ -18,6 +18,7 @@ mod reload;
 mod scale;
 mod serve;
 mod services;
+mod supervised;
 mod system_calls;
 mod troubleshooting;
 mod watchdog;

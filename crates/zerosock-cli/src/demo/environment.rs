@@ -142,6 +142,7 @@ fn start_device(socket: &Path, uds: &Path) -> Result<Daemon, Failure> {
         stopped_timeout: None,
         // Only the demo's program runs in the guest.
         guest_endpoints: Some(GuestEndpoints::new(GuestKey::none())),
+        succession: None,
     };
     let config = DaemonConfig {
         vms: vec![vm],

@@ -10,13 +10,14 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use listenfd::ListenFd;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, getsockname, sockopt};
 use zerosock::forward::ListenAddress;
 use zerosock_sys::socket_file;
+
+use crate::supervised::{self, Listener};
 
 /// Why the passed sockets cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -40,15 +41,7 @@ pub(crate) enum ActivationError {
 /// The passed sockets that no VM or rule has claimed yet.
 #[derive(Debug, Default)]
 pub(crate) struct Inherited {
-    sockets: Vec<Passed>,
-}
-
-#[derive(Debug)]
-struct Passed {
-    name: String,
-    /// The address to which it is bound; an empty path if that is none.
-    on: ListenAddress,
-    socket: OwnedFd,
+    sockets: Vec<Listener>,
 }
 
 impl Inherited {
@@ -71,44 +64,58 @@ impl Inherited {
             };
             let taken = take_listener(&mut passed, index).map_err(unusable)?;
             let Some((on, socket)) = taken else { continue };
-            sockets.push(Passed {
+            sockets.push(Listener {
                 name: name.to_string(),
                 on,
                 socket,
+                is_made: false,
             });
         }
         Ok(Inherited { sockets })
     }
 
-    /// The Unix stream socket bound to `path`, or else one with any of these names. No guest reaches it by
-    /// its path from now on.
-    pub(crate) fn claim(&mut self, path: &Path, names: &[String]) -> Option<UnixListener> {
-        let is_stream = |it: &Passed| matches!(it.on, ListenAddress::Unix(_));
-        let named = |it: &Passed| is_stream(it) && names.contains(&it.name);
-        let bound_here = |it: &Passed| it.on == ListenAddress::Unix(path.to_path_buf());
-        let mut all = self.sockets.iter();
-        let index = all.position(bound_here);
+    /// Adds the sockets that the supervisor has: those of a predecessor of this process, and those that
+    /// the service manager has passed to the supervisor.
+    pub(crate) fn add(&mut self, left: Vec<Listener>) {
+        self.sockets.extend(left);
+    }
+
+    /// All of them, for the supervisor.
+    pub(crate) fn into_left(self) -> Vec<Listener> {
+        self.sockets
+    }
+
+    /// The socket bound to this address, or else a Unix stream socket with any of these names.
+    /// `reserved`: no guest reaches it by its path from now on.
+    pub(crate) fn claim(
+        &mut self,
+        on: &ListenAddress,
+        names: &[String],
+        reserved: bool,
+    ) -> Option<Listener> {
+        let is_stream = |it: &Listener| matches!(it.on, ListenAddress::Unix(_));
+        let named = |it: &Listener| is_stream(it) && names.contains(&it.name);
+        let index = self.sockets.iter().position(|it| it.on == *on);
         let index = index.or_else(|| self.sockets.iter().position(named))?;
         let passed = self.sockets.swap_remove(index);
-        if let ListenAddress::Unix(path) = &passed.on {
+        if let ListenAddress::Unix(path) = &passed.on
+            && reserved
+        {
             // Fails if another mount namespace has the path: then no guest reaches it here either.
             let _ = socket_file::reserve(path);
         }
-        Some(passed.socket.into())
-    }
-
-    /// The socket bound to the address of a rule.
-    pub(crate) fn claim_for(&mut self, on: &ListenAddress) -> Option<OwnedFd> {
-        let index = self.sockets.iter().position(|it| it.on == *on)?;
-        Some(self.sockets.swap_remove(index).socket)
+        Some(passed)
     }
 
     /// Fails if a socket is left over: a mistake in the unit file, and its clients would wait
-    /// forever.
+    /// forever. Those of a predecessor belonged to what is not configured any more.
     pub(crate) fn finish(mut self) -> Result<(), ActivationError> {
+        for left in self.sockets.extract_if(.., |it| it.is_made) {
+            supervised::forget_listener(left.socket);
+        }
         match self.sockets.pop() {
             None => Ok(()),
-            Some(Passed {
+            Some(Listener {
                 name, on, socket, ..
             }) => Err(ActivationError::LeftOver {
                 name,

@@ -52,6 +52,13 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "FILE", help_heading = "Virtual machines")]
     pub(crate) config: Option<PathBuf>,
 
+    /// Serve in this process alone: if it ends, its VMs lose their device until they restart
+    ///
+    /// Without this, and with --config or --vm, another process serves, and this one starts it again when
+    /// it ends: the device goes on, and its connections end with a reset.
+    #[arg(long, help_heading = "The daemon")]
+    pub(crate) no_supervisor: bool,
+
     #[command(flatten)]
     pub(crate) attach: RawAttach,
 
@@ -60,6 +67,15 @@ pub(crate) struct ServeArgs {
 
     #[command(flatten)]
     pub(crate) daemon: DaemonFlags,
+}
+
+impl ServeArgs {
+    /// Whether a supervisor is to start the process that serves. A file that cannot be read twice, such as
+    /// a pipe, is for this process alone.
+    pub(crate) fn wants_supervisor(&self) -> bool {
+        let has_file = self.config.as_ref().is_some_and(|path| path.is_file());
+        !self.no_supervisor && (has_file || !self.vm.is_empty())
+    }
 }
 
 /// The flags that hold for the whole daemon and go with every way of naming VMs.

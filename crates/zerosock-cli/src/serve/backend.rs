@@ -15,19 +15,22 @@ use super::claim::Listeners;
 use super::settings::Settings;
 use super::vm::{Host, Vm};
 use crate::sockets;
+use crate::supervised::Legacy;
 
-/// Starts one device per VM; `listeners` are in the order of the VMs, `listen` in that of the rules.
+/// Starts one device per VM; `listeners` are in the order of the VMs, `listen` in that of the rules. `legacy`: what
+/// a predecessor of this process has left.
 pub(super) fn start(
     settings: &Settings,
     listeners: Vec<Listeners>,
     attach: Option<OwnedFd>,
     listen: Vec<OwnedFd>,
+    legacy: &mut Legacy,
 ) -> Result<Daemon, StartError> {
     let vms = settings
         .vms
         .iter()
         .zip(listeners)
-        .map(|(vm, listeners)| convert(vm, listeners));
+        .map(|(vm, listeners)| convert(vm, listeners, legacy));
     Daemon::start(DaemonConfig {
         vms: vms.collect(),
         workers: settings.workers,
@@ -89,7 +92,7 @@ fn convert_attach(attach: &Attach, listener: OwnedFd, access: sockets::Access) -
     config
 }
 
-pub(super) fn convert(vm: &Vm, listeners: Listeners) -> VmConfig {
+pub(super) fn convert(vm: &Vm, listeners: Listeners, legacy: &mut Legacy) -> VmConfig {
     let host = match (&vm.host, listeners.hybrid) {
         (Host::Hybrid { path, messages }, Some(listener)) => HostSide::Hybrid {
             path: path.clone(),
@@ -116,5 +119,6 @@ pub(super) fn convert(vm: &Vm, listeners: Listeners) -> VmConfig {
         require_sealed_memory: vm.require_sealed_memory,
         stopped_timeout: vm.stopped_timeout.filter(|limit| !limit.is_zero()),
         guest_endpoints: vm.guest_endpoints.clone(),
+        succession: legacy.succession(vm.cid),
     }
 }

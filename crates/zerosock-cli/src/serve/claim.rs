@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
-use std::path::Path;
 
 use rustix::net::SocketType;
 use zerosock::forward::ListenAddress;
@@ -14,21 +13,38 @@ use super::forward::Listen;
 use super::settings::Settings;
 use super::vm::{Host, Vm};
 use crate::sockets::{self, SocketFile};
+use crate::supervised::{self, KeptEntry, Listener};
 
 /// All claimed sockets.
 pub(super) struct Claimed {
     pub(super) vms: Vec<Listeners>,
     pub(super) attach: Option<OwnedFd>,
-    /// Socket files made here: removed at the end, or with their VM.
-    pub(super) files: BTreeMap<u32, Vec<SocketFile>>,
-    pub(super) attach_file: Option<SocketFile>,
-    /// Sockets of listening rules, in their order, and their files.
+    /// Those of VMs, by CID.
+    pub(super) claims: BTreeMap<u32, Vec<Claim>>,
+    pub(super) attach_claim: Option<Claim>,
+    /// Sockets of listening rules, in their order.
     pub(super) listen: Vec<OwnedFd>,
-    pub(super) listen_files: ListenFiles,
+    pub(super) listen_claims: ListenClaims,
 }
 
-/// Files of listening Unix sockets: removed at the end, or with their rule.
-pub(super) type ListenFiles = HashMap<ListenAddress, SocketFile>;
+/// The claims of listening rules.
+pub(super) type ListenClaims = HashMap<ListenAddress, Claim>;
+
+/// A claimed socket. When it is dropped, no successor gets the socket, and the file at its path is
+/// removed if it was made here.
+#[derive(Debug)]
+pub(super) struct Claim {
+    file: Option<SocketFile>,
+    _kept: Option<KeptEntry>,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if supervised::is_taking_over() {
+            std::mem::forget(self.file.take());
+        }
+    }
+}
 
 /// The sockets of one VM.
 pub(super) struct Listeners {
@@ -39,121 +55,171 @@ pub(super) struct Listeners {
     pub(super) messages: Option<OwnedFd>,
 }
 
-/// Claims all sockets of these settings.
-pub(super) fn claim_sockets(settings: &Settings) -> Result<Claimed, ServeError> {
+/// Claims all sockets of these settings; `left`: those of a predecessor of this process.
+pub(super) fn claim_sockets(
+    settings: &Settings,
+    left: Vec<Listener>,
+) -> Result<Claimed, ServeError> {
     let mut inherited = Inherited::take()?;
-    let mut files = BTreeMap::new();
+    inherited.add(left);
+    let mut claims = BTreeMap::new();
     let mut listeners = Vec::with_capacity(settings.vms.len());
     let only_vm = settings.vms.len() == 1;
-    let passed = settings.listen.iter();
-    let passed: Vec<_> = passed.map(|rule| inherited.claim_for(&rule.on)).collect();
     for vm in &settings.vms {
         let (claimed, made) = claim_vm(vm, &mut inherited, settings.access, only_vm)?;
         listeners.push(claimed);
-        files.insert(vm.cid, made);
+        claims.insert(vm.cid, made);
     }
-    inherited.finish()?;
-    let (attach, attach_file) = match &settings.attach {
+    let (attach, attach_claim) = match &settings.attach {
         Some(attach) => {
             let access = sockets::Access {
                 mode: attach.mode.or(settings.access.mode),
                 ..settings.access
             };
-            let (socket, file) = sockets::bind_packets(&attach.socket, access)?;
-            (Some(socket), Some(file))
+            let on = ListenAddress::UnixSeqpacket(attach.socket.clone());
+            let bind = || with_file(sockets::bind_packets(&attach.socket, access));
+            let (socket, made) = claim(&mut inherited, &on, &[], true, bind)?;
+            (Some(socket), Some(made))
         }
         None => (None, None),
     };
     let mut listen = Vec::new();
-    let mut listen_files = HashMap::new();
-    for (rule, passed) in settings.listen.iter().zip(passed) {
-        let (socket, file) = match passed {
-            Some(socket) => (socket, None),
-            None => claim_listener(rule, settings.access)?,
-        };
+    let mut listen_claims = HashMap::new();
+    for rule in &settings.listen {
+        let (socket, made) = claim_listener(rule, &mut inherited, settings.access)?;
         listen.push(socket);
-        listen_files.extend(file.map(|file| (rule.on.clone(), file)));
+        listen_claims.insert(rule.on.clone(), made);
     }
+    inherited.finish()?;
     Ok(Claimed {
         vms: listeners,
         attach,
-        files,
-        attach_file,
+        claims,
+        attach_claim,
         listen,
-        listen_files,
+        listen_claims,
     })
 }
 
-/// The socket of a listening rule, and its file.
+/// The socket of a listening rule.
 pub(super) fn claim_listener(
     rule: &Listen,
+    inherited: &mut Inherited,
     access: sockets::Access,
-) -> Result<(OwnedFd, Option<SocketFile>), ServeError> {
+) -> Result<(OwnedFd, Claim), ServeError> {
     let access = sockets::Access {
         mode: rule.mode.or(access.mode),
         ..access
     };
-    let (path, kind) = match &rule.on {
-        ListenAddress::Tcp(address) => {
-            let socket = sockets::bind_tcp(*address);
-            return match socket {
-                Ok(socket) => Ok((socket, None)),
-                Err(source) => Err(ServeError::Listen {
-                    on: rule.on.clone(),
-                    source,
-                }),
-            };
+    let bind = || match &rule.on {
+        ListenAddress::Tcp(address) => match sockets::bind_tcp(*address) {
+            Ok(socket) => Ok((socket, None)),
+            Err(source) => Err(ServeError::Listen {
+                on: rule.on.clone(),
+                source,
+            }),
+        },
+        ListenAddress::Unix(path) => {
+            with_file(sockets::bind_type(path, access, SocketType::STREAM))
         }
-        ListenAddress::Unix(path) => (path, SocketType::STREAM),
-        ListenAddress::UnixSeqpacket(path) => (path, SocketType::SEQPACKET),
+        ListenAddress::UnixSeqpacket(path) => {
+            with_file(sockets::bind_type(path, access, SocketType::SEQPACKET))
+        }
     };
-    let (socket, file) = sockets::bind_type(path, access, kind)?;
-    Ok((socket, Some(file)))
+    claim(inherited, &rule.on, &[], false, bind)
 }
 
-/// Makes a listener at a path.
-type Bind = fn(&Path, sockets::Access) -> Result<(UnixListener, SocketFile), sockets::BindError>;
+/// A bound socket and its file.
+fn with_file<T: Into<OwnedFd>>(
+    bound: Result<(T, SocketFile), sockets::BindError>,
+) -> Result<(OwnedFd, Option<SocketFile>), ServeError> {
+    let (socket, file) = bound?;
+    Ok((socket.into(), Some(file)))
+}
 
-/// The sockets of one VM, and the socket files made for them.
+/// A socket at this address: an inherited one, perhaps by one of these names, or a new one.
+fn claim(
+    inherited: &mut Inherited,
+    on: &ListenAddress,
+    names: &[String],
+    reserved: bool,
+    bind: impl FnOnce() -> Result<(OwnedFd, Option<SocketFile>), ServeError>,
+) -> Result<(OwnedFd, Claim), ServeError> {
+    let (listener, file) = match inherited.claim(on, names, reserved) {
+        Some(listener) => {
+            let file = match on {
+                ListenAddress::Unix(path) | ListenAddress::UnixSeqpacket(path)
+                    if listener.is_made =>
+                {
+                    sockets::adopt(path, reserved)
+                }
+                _ => None,
+            };
+            (listener, file)
+        }
+        None => {
+            let (socket, file) = bind()?;
+            let listener = Listener {
+                name: String::new(),
+                on: on.clone(),
+                socket,
+                is_made: true,
+            };
+            (listener, file)
+        }
+    };
+    let claim = Claim {
+        _kept: supervised::keep_listener(&listener),
+        file,
+    };
+    Ok((listener.socket, claim))
+}
+
+/// The sockets of one VM.
 pub(super) fn claim_vm(
     vm: &Vm,
     inherited: &mut Inherited,
     access: sockets::Access,
     only_vm: bool,
-) -> Result<(Listeners, Vec<SocketFile>), ServeError> {
-    let mut files = Vec::new();
-    let mut claim = |path: &Path, role: &str, bind: Bind| -> Result<UnixListener, ServeError> {
+) -> Result<(Listeners, Vec<Claim>), ServeError> {
+    let mut claims = Vec::new();
+    let names = |role: &str| {
         let mut names = vec![format!("{role}-{}", vm.cid)];
         if only_vm {
             names.push(role.to_string());
         }
-        if let Some(listener) = inherited.claim(path, &names) {
-            return Ok(listener);
+        names
+    };
+    let mut claim = |on: ListenAddress,
+                     names: &[String],
+                     bind: &dyn Fn() -> Result<(OwnedFd, Option<SocketFile>), ServeError>|
+     -> Result<OwnedFd, ServeError> {
+        let (socket, made) = claim(inherited, &on, names, true, bind)?;
+        claims.push(made);
+        Ok(socket)
+    };
+    let on = ListenAddress::Unix(vm.socket.clone());
+    let bind = || with_file(sockets::bind_for_frontends(&vm.socket, access));
+    let control = claim(on, &names("socket"), &bind)?;
+    let (mut hybrid, mut messages) = (None, None);
+    if let Host::Hybrid { path, messages: at } = &vm.host {
+        let on = ListenAddress::Unix(path.clone());
+        let bind = || with_file(sockets::bind(path, access));
+        hybrid = Some(claim(on, &names("uds-path"), &bind)?.into());
+        if let Some(path) = at {
+            let on = ListenAddress::UnixSeqpacket(path.clone());
+            let bind = || with_file(sockets::bind_packets(path, access));
+            messages = Some(claim(on, &[], &bind)?);
         }
-        let (listener, file) = bind(path, access)?;
-        files.push(file);
-        Ok(listener)
-    };
-    let control = claim(&vm.socket, "socket", sockets::bind_for_frontends)?;
-    let hybrid = match &vm.host {
-        Host::Hybrid { path, .. } => Some(claim(path, "uds-path", sockets::bind)?),
-        Host::Forward { .. } => None,
-    };
-    let messages = match &vm.host {
-        Host::Hybrid {
-            messages: Some(path),
-            ..
-        } => {
-            let (listener, file) = sockets::bind_packets(path, access)?;
-            files.push(file);
-            Some(listener)
-        }
-        _ => None,
-    };
+    }
+    claims.push(Claim {
+        file: None,
+        _kept: supervised::keep_vm(vm.cid),
+    });
     let listeners = Listeners {
-        control,
+        control: control.into(),
         hybrid,
         messages,
     };
-    Ok((listeners, files))
+    Ok((listeners, claims))
 }

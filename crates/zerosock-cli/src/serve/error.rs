@@ -22,6 +22,8 @@ pub(super) enum ServeError {
         on: ListenAddress,
         source: io::Error,
     },
+    #[error("no supervisor: {0}")]
+    Supervisor(#[from] zerosock_supervisor::Error),
     #[error("signals cannot be caught: {0}")]
     Signals(io::Error),
     #[error("net: {0}")]

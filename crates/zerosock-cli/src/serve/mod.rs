@@ -33,7 +33,9 @@ mod watchdog;
 use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock::daemon::Daemon;
+use zerosock_supervisor::Client;
 
+use self::activation::Inherited;
 use self::announce::{
     announce, announce_attach, announce_shares, announce_start, warn_about_missing_cids,
 };
@@ -50,10 +52,21 @@ use crate::logging;
 use crate::service_manager::notify;
 use crate::signals::{Signals, Wake};
 use crate::sockets::raise_descriptor_limit;
+use crate::supervised;
 
 /// Runs until SIGINT or SIGTERM.
 pub(crate) fn main(args: ServeArgs) -> Result<(), Failure> {
     let settings = Settings::new(args.clone()).map_err(Failure::usage)?;
+    if args.wants_supervisor() && !Client::is_supervised() {
+        let logging = logging::start(&args.daemon.log);
+        if let Err(reason) = raise_descriptor_limit() {
+            warn!("{reason}");
+        }
+        let passed = Inherited::take().map_err(Failure::usage)?;
+        let code = supervised::supervise(passed.into_left())?;
+        drop(logging);
+        std::process::exit(code);
+    }
     let _logging = logging::start(&args.daemon.log);
     run(&args, settings).map_err(Failure::runtime)
 }
@@ -62,14 +75,18 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     let mut signals = Signals::catch().map_err(ServeError::Signals)?;
     signals.catch_hangup().map_err(ServeError::Signals)?;
     let raised = raise_descriptor_limit();
-    let claimed = claim_sockets(&settings)?;
+    let mut legacy = supervised::begin()?;
+    let left = std::mem::take(&mut legacy.listeners);
+    let claimed = claim_sockets(&settings, left)?;
     // Before any line of interfaces, devices and front-ends: front-ends may have connected already.
     announce_start(&settings);
     if let Err(reason) = raised {
         warn!("{reason}");
     }
     let networks = networks::open(&settings)?;
-    let daemon = backend::start(&settings, claimed.vms, claimed.attach, claimed.listen)?;
+    let (attach, listen) = (claimed.attach, claimed.listen);
+    let daemon = backend::start(&settings, claimed.vms, attach, listen, &mut legacy)?;
+    legacy.finish();
     let shares = daemon.shares();
     if shares.limit < shares.minimum {
         daemon.shutdown();
@@ -93,11 +110,12 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     }
     warn_about_missing_cids(&settings.listen, &settings.vms, settings.attach.is_some());
     announce_shares(&shares);
+    supervised::has_taken_over();
     notify(&[NotifyState::Ready, NotifyState::Status(&status(&settings))]);
     let mut running = SettingsInEffect {
         settings,
-        files: claimed.files,
-        listen_files: claimed.listen_files,
+        claims: claimed.claims,
+        listen_claims: claimed.listen_claims,
     };
     let mut watchdog = Watchdog::new();
     let signal = wait_for_signal(
@@ -126,11 +144,12 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     )?;
     info!("{signal}: stopping");
     notify(&[NotifyState::Stopping]);
+    supervised::stopping();
     let stats = report(&daemon, &running.settings);
     networks.shutdown();
     daemon.shutdown();
     report_sums(&stats, "stopped");
-    drop((running, claimed.attach_file));
+    drop((running, claimed.attach_claim));
     Ok(())
 }
 
@@ -157,7 +176,10 @@ fn wait_for_signal(
         let wake = signals.wait(daemon.worker_ended(), Some(interval));
         match wake.map_err(ServeError::Signals)? {
             Wake::Signal(name) => return Ok(name),
-            Wake::Other => return Err(ServeError::WorkerEnded),
+            Wake::Other => {
+                supervised::leave_to_successor();
+                return Err(ServeError::WorkerEnded);
+            }
             wake @ (Wake::Hangup | Wake::User) => handle(wake, networks),
             Wake::TimeIsUp => {}
         }

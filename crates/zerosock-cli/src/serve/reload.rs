@@ -20,20 +20,20 @@ use super::announce::{announce, announce_guest_endpoints, warn_about_missing_cid
 use super::args::ServeArgs;
 use super::attach::Attach;
 use super::backend;
-use super::claim::{ListenFiles, claim_listener, claim_vm};
+use super::claim::{Claim, ListenClaims, claim_listener, claim_vm};
 use super::error::ServeError;
 use super::networks;
 use super::report::{report_denied, report_rule};
 use super::settings::Settings;
 use super::vm::{Host, Vm};
-use crate::sockets::SocketFile;
+use crate::supervised::Legacy;
 
-/// The settings in effect, which may differ from the file, and the socket files made here.
+/// The settings in effect, which may differ from the file, and the claims on their sockets.
 pub(super) struct SettingsInEffect {
     pub(super) settings: Settings,
     /// By the VM's CID.
-    pub(super) files: BTreeMap<u32, Vec<SocketFile>>,
-    pub(super) listen_files: ListenFiles,
+    pub(super) claims: BTreeMap<u32, Vec<Claim>>,
+    pub(super) listen_claims: ListenClaims,
 }
 
 /// Differences between the file and the settings in effect.
@@ -71,7 +71,7 @@ impl SettingsInEffect {
     ) -> Result<(), String> {
         let mut wanted = Settings::new(args.clone()).map_err(|error| error.to_string())?;
         let changes = Changes::between(&self.settings, &wanted);
-        let mut files = BTreeMap::new();
+        let mut claims = BTreeMap::new();
         let mut add = Vec::new();
         for vm in &changes.add {
             let mut none = Inherited::default();
@@ -85,10 +85,10 @@ impl SettingsInEffect {
                     return Err(ServeError::to_string(&error));
                 }
             };
-            add.push(backend::convert(vm, listeners));
-            files.insert(vm.cid, made);
+            add.push(backend::convert(vm, listeners, &mut Legacy::default()));
+            claims.insert(vm.cid, made);
         }
-        let (listen, mut listen_files) = match self.claim_listeners(&wanted) {
+        let (listen, mut listen_claims) = match self.claim_listeners(&wanted) {
             Ok(claimed) => claimed,
             Err(error) => {
                 reaper::run(move || drop(add), None);
@@ -137,9 +137,9 @@ impl SettingsInEffect {
         // An attach socket stays.
         let can_attach = self.settings.attach.is_some();
         warn_about_missing_cids(&wanted.listen, &wanted.vms, can_attach);
-        self.listen_files.extend(listen_files.drain());
+        self.listen_claims.extend(listen_claims.drain());
         let listens = |on: &_| wanted.listen.iter().any(|rule| rule.on == *on);
-        self.listen_files.retain(|on, _| listens(on));
+        self.listen_claims.retain(|on, _| listens(on));
         // Connections of removed rules continue.
         let stats = daemon.forward_stats();
         stats.iter().filter(|it| it.removed).for_each(report_rule);
@@ -155,9 +155,9 @@ impl SettingsInEffect {
             net = wanted.net.len(),
             "reloaded"
         );
-        self.files.append(&mut files);
+        self.claims.append(&mut claims);
         for cid in &changes.remove {
-            self.files.remove(cid);
+            self.claims.remove(cid);
         }
         if !is_same_list {
             report_denied(&self.settings.rules);
@@ -170,20 +170,20 @@ impl SettingsInEffect {
         Ok(())
     }
 
-    /// The listening rules, with sockets for new addresses, and the files of these.
+    /// The listening rules, with sockets for new addresses, and the claims on these.
     fn claim_listeners(
         &self,
         wanted: &Settings,
-    ) -> Result<(Vec<ListenRule>, ListenFiles), ServeError> {
-        let mut rules = Vec::new();
-        let mut files = ListenFiles::new();
+    ) -> Result<(Vec<ListenRule>, ListenClaims), ServeError> {
+        let (mut none, mut rules) = (Inherited::default(), Vec::new());
+        let mut claims = ListenClaims::new();
         for rule in &wanted.listen {
             let known = self.settings.listen.iter().any(|it| it.on == rule.on);
             let socket = match known {
                 true => None,
-                false => match claim_listener(rule, self.settings.access) {
-                    Ok((socket, file)) => {
-                        files.extend(file.map(|file| (rule.on.clone(), file)));
+                false => match claim_listener(rule, &mut none, self.settings.access) {
+                    Ok((socket, made)) => {
+                        claims.insert(rule.on.clone(), made);
                         Some(socket)
                     }
                     Err(error) => {
@@ -195,7 +195,7 @@ impl SettingsInEffect {
             };
             rules.push(rule.rule(socket));
         }
-        Ok((rules, files))
+        Ok((rules, claims))
     }
 }
 

@@ -7,10 +7,14 @@
 use std::time::Duration;
 
 use sd_notify::NotifyState;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 use zerosock::daemon::Daemon;
 
 use crate::service_manager::notify;
+use crate::supervised::supervisor;
+
+/// How often progress is reported to a supervisor.
+const ALIVE: Duration = Duration::from_secs(1);
 
 /// State of the watchdog; see the module.
 pub(super) struct Watchdog {
@@ -24,7 +28,10 @@ impl Watchdog {
     /// Configured by the service manager's environment.
     pub(super) fn new() -> Watchdog {
         Watchdog {
-            interval: sd_notify::watchdog_enabled().map(|interval| interval / 4),
+            interval: match supervisor() {
+                Some(_) => Some(ALIVE),
+                None => sd_notify::watchdog_enabled().map(|interval| interval / 4),
+            },
             stalled: Vec::new(),
         }
     }
@@ -52,7 +59,14 @@ impl Watchdog {
             notify(&[NotifyState::Status(&text)]);
         }
         if stalled.is_empty() {
-            notify(&[NotifyState::Watchdog]);
+            match supervisor() {
+                Some(client) if client.alive().is_err() => {
+                    error!("the supervisor has ended: this process ends, too");
+                    std::process::exit(1);
+                }
+                Some(_) => {}
+                None => notify(&[NotifyState::Watchdog]),
+            }
         }
         self.stalled = stalled;
     }

@@ -124,7 +124,7 @@ impl Daemon {
 /// `serve` with both VMs.
 pub(crate) fn command(dir: &Path) -> Command {
     let mut command = zerosock();
-    command.args(["serve", "--workers", "1"]);
+    command.args(["serve", "--no-supervisor", "--workers", "1"]);
     for cid in [ATTACKER, NEIGHBOUR] {
         let at = dir.join(format!("vm{}", cid.get()));
         let (at, cid) = (at.display(), cid.get());

@@ -1,0 +1,272 @@
+//! This process as the worker process of a supervisor: what it keeps for its successor, and what its
+//! predecessor has left.
+//!
+//! # Entries
+//! - `listen/N`: a listening socket, by its number in the kernel.
+//! - `vm/CID/state`: the memory of the device that outlives this process.
+//! - `vm/CID/front`: the connection of the front-end; `vm/CID/front/pending` and
+//!   `vm/CID/front/REQUEST/INDEX`: its journal (`journal`).
+//!
+//! # Invariants
+//! - The process works without a supervisor, too: then nothing is kept.
+//! - What a predecessor has left is input like that of a peer: names that are not of this form are
+//!   ignored, and everything else is checked where it is used.
+
+mod connection;
+mod journal;
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use rustix::fs::fstat;
+use zerosock::daemon::Succession;
+use zerosock::forward::ListenAddress;
+use zerosock_supervisor::{Batch, Client, Config, Entry, Error, Supervisor};
+use zerosock_sys::PeerFd;
+use zerosock_vhost_user::journal::{Record, RestoredFrontend, VmJournal};
+
+use self::connection::send;
+pub(crate) use self::connection::supervisor;
+use self::journal::SupervisorJournal;
+use crate::failure::Failure;
+
+/// What a predecessor has left.
+#[derive(Debug, Default)]
+pub(crate) struct Legacy {
+    /// Listening sockets: its own, and those that the service manager has passed.
+    pub(crate) listeners: Vec<Listener>,
+    vms: BTreeMap<u32, LegacyVm>,
+}
+
+/// A listening socket that the service manager has passed or that this program has made.
+#[derive(Debug)]
+pub(crate) struct Listener {
+    /// The service manager's name for it.
+    pub(crate) name: String,
+    /// The address to which it is bound; an empty path if that is none.
+    pub(crate) on: ListenAddress,
+    pub(crate) socket: OwnedFd,
+    /// It, and the file at its path, was made by a predecessor of this process.
+    pub(crate) is_made: bool,
+}
+
+#[derive(Debug, Default)]
+struct LegacyVm {
+    state: Option<OwnedFd>,
+    front: Option<OwnedFd>,
+    pending: Option<Record>,
+    kept: Vec<Record>,
+}
+
+/// How long a worker process may show no progress: longer than a reload takes.
+const ALIVE_LIMIT: Duration = Duration::from_secs(30);
+
+/// A predecessor has left something, and this process does not serve yet.
+static IS_TAKING_OVER: AtomicBool = AtomicBool::new(false);
+
+/// Whether an end of this process now must leave everything to another successor.
+pub(crate) fn is_taking_over() -> bool {
+    IS_TAKING_OVER.load(Ordering::Relaxed)
+}
+
+/// This process serves: what ends from now on, ends on purpose.
+pub(crate) fn has_taken_over() {
+    IS_TAKING_OVER.store(false, Ordering::Relaxed);
+}
+
+/// Connects to the supervisor of this process, if it has one, and takes what a predecessor has left. To
+/// be called once, before the first thread starts.
+pub(crate) fn begin() -> Result<Legacy, Error> {
+    if !Client::is_supervised() {
+        return Ok(Legacy::default());
+    }
+    let (client, entries) = Client::take()?;
+    connection::set(client);
+    // Without unwinding, which would close the connections of all VMs.
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        std::process::abort();
+    }));
+    let mut legacy = Legacy::default();
+    entries.into_iter().for_each(|entry| legacy.add(entry));
+    let has_predecessor = !legacy.vms.is_empty() || legacy.listeners.iter().any(|it| it.is_made);
+    IS_TAKING_OVER.store(has_predecessor, Ordering::Relaxed);
+    Ok(legacy)
+}
+
+/// Ends this process at once, if it has a supervisor, without closing any connection.
+pub(crate) fn leave_to_successor() {
+    if supervisor().is_some() {
+        tracing::error!("a worker thread has ended: another process takes over");
+        std::process::abort();
+    }
+}
+
+/// Says that this process ends on purpose.
+pub(crate) fn stopping() {
+    if let Some(client) = supervisor() {
+        // Fails if the supervisor has ended.
+        let _ = client.stopping();
+    }
+}
+
+/// Runs this command line in worker processes, until one of them ends on purpose; returns its exit code.
+/// `passed`: the sockets of the service manager.
+pub(crate) fn supervise(passed: Vec<Listener>) -> Result<i32, Failure> {
+    let run = || -> Result<i32, Error> {
+        let config = Config {
+            alive_limit: ALIVE_LIMIT,
+            ..Config::new("/proc/self/exe", std::env::args_os().collect())
+        };
+        let mut supervisor = Supervisor::new(config)?;
+        for listener in passed {
+            let (key, bytes) = (listener_key(&listener.socket), encode_listener(&listener));
+            supervisor.put(&key, &bytes, vec![listener.socket])?;
+        }
+        Ok(supervisor.run()?)
+    };
+    run().map_err(|error| Failure::runtime(format_args!("the supervisor: {error}")))
+}
+
+impl Legacy {
+    fn add(&mut self, entry: Entry) {
+        let Entry { key, bytes, fds } = entry;
+        let parts: Vec<&str> = key.split('/').collect();
+        match parts[..] {
+            ["listen", _] => {
+                let listener = fds.into_iter().next();
+                let listener = listener.and_then(|socket| decode_listener(&bytes, socket));
+                self.listeners.extend(listener);
+            }
+            ["vm", cid, "state"] => {
+                let Ok(cid) = cid.parse() else { return };
+                self.vms.entry(cid).or_default().state = fds.into_iter().next();
+            }
+            ["vm", cid, "front", ref rest @ ..] => {
+                let Ok(cid) = cid.parse() else { return };
+                let vm = self.vms.entry(cid).or_default();
+                match rest {
+                    [] => vm.front = fds.into_iter().next(),
+                    ["pending"] => vm.pending = Some(Record { bytes, fds }),
+                    _ => vm.kept.push(Record { bytes, fds }),
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// What the VM with this CID leaves to a successor, and what a predecessor has left of it; `None`
+    /// without a supervisor.
+    pub(crate) fn succession(&mut self, cid: u32) -> Option<Succession> {
+        supervisor()?;
+        let mut vm = self.vms.remove(&cid).unwrap_or_default();
+        let state = vm.state.take();
+        let restored = vm.front.map(|socket| RestoredFrontend {
+            socket,
+            next_number: journal::random(),
+            kept: vm.kept,
+            pending: vm.pending,
+        });
+        let writer = Box::new(SupervisorJournal::new(cid));
+        Some(Succession {
+            journal: VmJournal { writer, restored },
+            state,
+            keep_state: Box::new(move |file| {
+                let key = format!("vm/{cid}/state");
+                send(&Batch::default().put(&key, &[], &[file]));
+            }),
+        })
+    }
+
+    /// Drops what belongs to VMs that are not configured any more.
+    pub(crate) fn finish(self) {
+        for cid in self.vms.into_keys() {
+            remove(&format!("vm/{cid}"));
+        }
+    }
+}
+
+/// An entry with the supervisor, which is removed when this is dropped.
+#[derive(Debug)]
+pub(crate) struct KeptEntry(String);
+
+impl Drop for KeptEntry {
+    fn drop(&mut self) {
+        if !is_taking_over() {
+            remove(&self.0);
+        }
+    }
+}
+
+/// All that is kept of the VM with this CID.
+pub(crate) fn keep_vm(cid: u32) -> Option<KeptEntry> {
+    supervisor().map(|_| KeptEntry(format!("vm/{cid}")))
+}
+
+/// Keeps a listening socket for a successor.
+pub(crate) fn keep_listener(listener: &Listener) -> Option<KeptEntry> {
+    supervisor()?;
+    let socket = listener.socket.as_fd();
+    let key = listener_key(socket);
+    let bytes = encode_listener(listener);
+    send(&Batch::default().put(&key, &bytes, &[socket]));
+    Some(KeptEntry(key))
+}
+
+/// Drops a listening socket of a predecessor.
+pub(crate) fn forget_listener(socket: OwnedFd) {
+    remove(&listener_key(&socket));
+    // The connections in its backlog are those of peers.
+    drop(PeerFd::from(socket));
+}
+
+/// The bytes of a listener's entry: a letter for its kind, `m` if it was made by this program or `-`, its
+/// name, a zero byte, and the address.
+fn encode_listener(listener: &Listener) -> Vec<u8> {
+    let tcp;
+    let (kind, address) = match &listener.on {
+        ListenAddress::Tcp(address) => {
+            tcp = address.to_string();
+            (b't', tcp.as_bytes())
+        }
+        ListenAddress::Unix(path) => (b'u', path.as_os_str().as_bytes()),
+        ListenAddress::UnixSeqpacket(path) => (b'p', path.as_os_str().as_bytes()),
+    };
+    let made = if listener.is_made { b'm' } else { b'-' };
+    [&[kind, made], listener.name.as_bytes(), &[0], address].concat()
+}
+
+fn decode_listener(bytes: &[u8], socket: OwnedFd) -> Option<Listener> {
+    let (&[kind, made], rest) = bytes.split_first_chunk()?;
+    let end = rest.iter().position(|&byte| byte == 0)?;
+    let (name, address) = (rest.get(..end)?, rest.get(end + 1..)?);
+    let path = || PathBuf::from(OsStr::from_bytes(address));
+    let on = match kind {
+        b't' => ListenAddress::Tcp(std::str::from_utf8(address).ok()?.parse().ok()?),
+        b'u' => ListenAddress::Unix(path()),
+        b'p' => ListenAddress::UnixSeqpacket(path()),
+        _ => return None,
+    };
+    Some(Listener {
+        name: String::from_utf8(name.to_vec()).ok()?,
+        on,
+        socket,
+        is_made: made == b'm',
+    })
+}
+
+fn listener_key(socket: impl AsFd) -> String {
+    // Each socket of the system has its own. The call fails for no open descriptor.
+    let number = fstat(socket).map_or(0, |status| status.st_ino);
+    format!("listen/{number}")
+}
+
+fn remove(key: &str) {
+    send(&Batch::default().remove(key));
+}

@@ -57,6 +57,7 @@ fn vm(dir: &Path, cid: u32) -> VmConfig {
         require_sealed_memory: false,
         stopped_timeout: None,
         guest_endpoints: None,
+        succession: None,
     }
 }
 

@@ -150,7 +150,7 @@ pub(crate) fn device_program() -> Program {
         },
         None => Program {
             path: zerosock.clone(),
-            arguments: vec!["serve".into()],
+            arguments: vec!["serve".into(), "--no-supervisor".into()],
             zerosock,
         },
     }

@@ -33,6 +33,7 @@ mod net;
 mod net_interface;
 mod net_migration;
 mod net_xdp;
+mod restarts;
 mod scenarios;
 mod user_mode;
 
@@ -73,6 +74,7 @@ const ALONE: &[(&str, &[(&str, Alone)])] = &[
     ("guest_copies", guest_copies::ALL),
     ("guest_reboots", guest_reboots::ALL),
     ("guest_kills", guest_kills::ALL),
+    ("restarts", restarts::ALL),
 ];
 
 /// The tests of a lab.
@@ -257,7 +259,8 @@ fn attempt(name: &str, results: &mut Results, run: impl FnOnce() + Send + 'stati
     });
     let deadline = DEADLINE
         .max(guest_reboots::limit())
-        .max(guest_kills::limit());
+        .max(guest_kills::limit())
+        .max(restarts::limit());
     let passed = match done.recv_timeout(deadline) {
         Ok(passed) => passed,
         Err(RecvTimeoutError::Timeout) => {

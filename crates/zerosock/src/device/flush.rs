@@ -97,6 +97,8 @@ impl GuestBridges<'_, '_> {
                 // when its device has ended.
                 let by_copy = bridge.forwarded.is_none()
                     || self.device.driver != DriverKind::Vm
+                    // A successor returns the guest's buffers, and the kernel could still read them.
+                    || self.device.succession.is_kept
                     || self.device.queues.is_command_pending()
                     || self.device.lingering.len() >= self.cx.shared.limits.lingering / 2;
                 let Some(tx) = self.device.queues.rings.tx.as_ref() else {

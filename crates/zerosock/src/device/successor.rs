@@ -30,6 +30,7 @@ impl Device {
     /// Sets what the device has of a former process, before it starts: the memory of the flow log, and
     /// whether the queues of that process will be started again.
     pub(super) fn set_former_process(&mut self, flows: Option<StateMap>, awaits_queues: bool) {
+        self.succession.is_kept = flows.is_some();
         self.succession.flows = flows;
         self.succession.awaits_queues = awaits_queues;
     }

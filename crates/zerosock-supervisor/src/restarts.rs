@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// How the supervisor answers deaths of the worker process: so many within so much time. Those of one that served and
-/// got SIGKILL from elsewhere do not count.
+/// How the supervisor answers deaths of the worker process: so many within so much time. A SIGKILL from
+/// elsewhere does not count, nor does an exit before it served.
 #[derive(Clone, Copy, Debug)]
 pub struct RestartPolicy {
     /// Deaths that reduce the store to the listening sockets, as a successor may die of what it gets.

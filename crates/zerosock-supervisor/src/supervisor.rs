@@ -138,12 +138,10 @@ impl Supervisor {
                         return Ok(status.code().unwrap_or(otherwise));
                     }
                     error!("the worker process died, {status}: a successor takes over");
-                    match status.code() {
-                        // Its own decision, for want of a descriptor or by a mistake in a file. Another attempt may
-                        // succeed.
-                        Some(_) if !worker.ready => RETRY,
-                        _ if worker.was_killed_from_outside(status) => Duration::ZERO,
-                        _ => self.prepare_successor(),
+                    match worker.ended_for_other_reasons(status) {
+                        true if worker.ready => Duration::ZERO,
+                        true => RETRY,
+                        false => self.prepare_successor(),
                     }
                 }
                 Err(error) if !self.ready => return Err(error),

@@ -128,11 +128,11 @@ impl Worker {
         }
     }
 
-    /// Whether this status is that of a death which says nothing against the entries: it served, and was
-    /// killed by neither itself nor the supervisor.
-    pub(crate) fn was_killed_from_outside(&self, status: ExitStatus) -> bool {
-        let signal = status.signal();
-        self.ready && !self.killed && signal == Some(Signal::KILL.as_raw())
+    /// Whether this status says nothing against the entries: something else has killed it, or it ended by
+    /// itself before it served, for want of a descriptor or because of a mistake in a file.
+    pub(crate) fn ended_for_other_reasons(&self, status: ExitStatus) -> bool {
+        let is_killed = !self.killed && status.signal() == Some(Signal::KILL.as_raw());
+        is_killed || (!self.ready && status.code().is_some())
     }
 
     pub(crate) fn kill(&mut self) {

@@ -106,6 +106,9 @@ fn a_daemon_without_networks_has_no_capabilities_for_them() {
             let vm = "vms: [{guest_cid: 3, socket: @/vm, uds_path: @/uds}]\n";
             let server = Server::start(vm);
             let pid = server.serve.as_ref().unwrap().child.id();
+            // The process that serves is the child of the supervisor, which keeps its capabilities.
+            let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
+            let pid: u32 = children.unwrap().trim().parse().expect("one child");
             let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
             let set = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
             let set = u64::from_str_radix(set.unwrap().trim(), 16).unwrap();

@@ -37,10 +37,10 @@ use crate::failure::Failure;
 
 /// What a predecessor has left.
 #[derive(Debug, Default)]
-pub(crate) struct Legacy {
+pub(crate) struct Predecessor {
     /// Listening sockets: its own, and those that the service manager has passed.
     pub(crate) listeners: Vec<Listener>,
-    vms: BTreeMap<u32, LegacyVm>,
+    vms: BTreeMap<u32, PredecessorVm>,
 }
 
 /// A listening socket that the service manager has passed or that this program has made.
@@ -56,9 +56,9 @@ pub(crate) struct Listener {
 }
 
 #[derive(Debug, Default)]
-struct LegacyVm {
+struct PredecessorVm {
     state: Option<OwnedFd>,
-    front: Option<OwnedFd>,
+    front: Option<PeerFd>,
     pending: Option<Record>,
     kept: Vec<Record>,
 }
@@ -81,9 +81,9 @@ pub(crate) fn has_taken_over() {
 
 /// Connects to the supervisor of this process, if it has one, and takes what a predecessor has left. To
 /// be called once, before the first thread starts.
-pub(crate) fn begin() -> Result<Legacy, Error> {
+pub(crate) fn begin() -> Result<Predecessor, Error> {
     if !Client::is_supervised() {
-        return Ok(Legacy::default());
+        return Ok(Predecessor::default());
     }
     let (client, entries) = Client::take()?;
     connection::set(client);
@@ -93,11 +93,12 @@ pub(crate) fn begin() -> Result<Legacy, Error> {
         report(panic);
         std::process::abort();
     }));
-    let mut legacy = Legacy::default();
-    entries.into_iter().for_each(|entry| legacy.add(entry));
-    let has_predecessor = !legacy.vms.is_empty() || legacy.listeners.iter().any(|it| it.is_made);
+    let mut predecessor = Predecessor::default();
+    entries.into_iter().for_each(|entry| predecessor.add(entry));
+    let has_predecessor =
+        !predecessor.vms.is_empty() || predecessor.listeners.iter().any(|it| it.is_made);
     IS_TAKING_OVER.store(has_predecessor, Ordering::Relaxed);
-    Ok(legacy)
+    Ok(predecessor)
 }
 
 /// Ends this process at once, if it has a supervisor, without closing any connection.
@@ -134,7 +135,7 @@ pub(crate) fn supervise(passed: Vec<Listener>) -> Result<i32, Failure> {
     run().map_err(|error| Failure::runtime(format_args!("the supervisor: {error}")))
 }
 
-impl Legacy {
+impl Predecessor {
     fn add(&mut self, entry: Entry) {
         let Entry { key, bytes, fds } = entry;
         let parts: Vec<&str> = key.split('/').collect();
@@ -151,10 +152,17 @@ impl Legacy {
             ["vm", cid, "front", ref rest @ ..] => {
                 let Ok(cid) = cid.parse() else { return };
                 let vm = self.vms.entry(cid).or_default();
+                let mut fds = fds.into_iter().map(PeerFd::from);
                 match rest {
-                    [] => vm.front = fds.into_iter().next(),
-                    ["pending"] => vm.pending = Some(Record { bytes, fds }),
-                    _ => vm.kept.push(Record { bytes, fds }),
+                    [] => vm.front = fds.next(),
+                    ["pending"] => {
+                        let fds = fds.collect();
+                        vm.pending = Some(Record { bytes, fds });
+                    }
+                    _ => {
+                        let fds = fds.collect();
+                        vm.kept.push(Record { bytes, fds });
+                    }
                 }
             }
             _ => {}
@@ -179,7 +187,7 @@ impl Legacy {
             state,
             keep_state: Box::new(move |file| {
                 let key = format!("vm/{cid}/state");
-                send(&Batch::default().put(&key, &[], &[file]));
+                send(&key, &Batch::default().put(&key, &[], &[file]));
             }),
         })
     }
@@ -215,7 +223,7 @@ pub(crate) fn keep_listener(listener: &Listener) -> Option<KeptEntry> {
     let socket = listener.socket.as_fd();
     let key = listener_key(socket);
     let bytes = encode_listener(listener);
-    send(&Batch::default().put(&key, &bytes, &[socket]));
+    send(&key, &Batch::default().put(&key, &bytes, &[socket]));
     Some(KeptEntry(key))
 }
 
@@ -268,5 +276,5 @@ fn listener_key(socket: impl AsFd) -> String {
 }
 
 fn remove(key: &str) {
-    send(&Batch::default().remove(key));
+    send(key, &Batch::default().remove(key));
 }

@@ -260,13 +260,8 @@ fn peek_whole(
     has_fds: fn(u32, &[u8]) -> bool,
 ) -> Result<Peeked, DecodeError> {
     let mut decoder = Decoder::new();
-    let queued = |len: usize| -> Result<bool, DecodeError> {
-        let queued = rustix::io::ioctl_fionread(&socket);
-        let queued = queued.map_err(|error| DecodeError::Io(error.into()))?;
-        fd_passing::set_peek_offset(&socket, 0).map_err(DecodeError::Io)?;
-        Ok(queued >= len as u64)
-    };
-    fd_passing::set_peek_offset(&socket, 0).map_err(DecodeError::Io)?;
+    let rewind = || fd_passing::set_peek_offset(&socket, 0).map_err(DecodeError::Io);
+    rewind()?;
     // Without room for descriptors: a second look at the same bytes would receive them twice.
     let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
     match rustix::net::recv(&socket, &mut decoder.header, flags) {
@@ -277,9 +272,12 @@ fn peek_whole(
         Err(error) => return Err(DecodeError::Io(error.into())),
     }
     let size = decoder.check_header()?;
-    if !queued(HEADER_LEN + size)? {
+    let queued = rustix::io::ioctl_fionread(&socket);
+    let queued = queued.map_err(|error| DecodeError::Io(error.into()))?;
+    if queued < (HEADER_LEN + size) as u64 {
         return Ok(Peeked::Part);
     }
+    rewind()?;
     let mut bytes = vec![0; HEADER_LEN + size];
     let mut peeked = 0;
     let mut sent = Vec::new();
@@ -315,7 +313,7 @@ pub fn discard(socket: impl AsFd, bytes: usize, account: &Account) -> Result<(),
 }
 
 /// Examines descriptors that have arrived.
-fn examine(sent: Vec<PeerFd>, account: &Account) -> Vec<SentFd> {
+pub(crate) fn examine(sent: Vec<PeerFd>, account: &Account) -> Vec<SentFd> {
     let sent = sent.into_iter();
     sent.map(|fd| SentFd::examine(fd, account)).collect()
 }

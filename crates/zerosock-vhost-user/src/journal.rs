@@ -17,14 +17,13 @@
 //! call.
 
 use std::fmt;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 
 use vhost::vhost_user::message::FrontendReq;
 use zerosock_sys::PeerFd;
 use zerosock_sys::account::Account;
 
-use crate::codec::{Message, decode_request, encode_request};
-use crate::fds::SentFd;
+use crate::codec::{Message, decode_request, encode_request, examine};
 
 /// The length of a request's number, which is in front of its encoded form.
 const NUMBER: usize = size_of::<u64>();
@@ -119,14 +118,14 @@ pub struct Record {
     /// Its encoded form.
     pub bytes: Vec<u8>,
     /// Its descriptors.
-    pub fds: Vec<OwnedFd>,
+    pub fds: Vec<PeerFd>,
 }
 
 /// The connection of a front-end as its journal has it.
 #[derive(Debug)]
 pub struct RestoredFrontend {
     /// The connection.
-    pub socket: OwnedFd,
+    pub socket: PeerFd,
     /// The number of the next request, as in [`Journal::connected`].
     pub next_number: u64,
     /// The kept requests, in the order in which they were recorded.
@@ -142,8 +141,8 @@ pub(crate) fn encode(message: &Message) -> Vec<u8> {
     bytes
 }
 
-/// The encoded form of a request that says the same as others before it.
-pub(crate) fn encode_made(number: u64, request: u32, payload: Vec<u8>) -> Vec<u8> {
+/// The encoded form of a request that has the effect of others before it.
+pub(crate) fn encode_derived(number: u64, request: u32, payload: Vec<u8>) -> Vec<u8> {
     encode(&Message {
         request,
         need_reply: false,
@@ -157,9 +156,7 @@ impl Record {
     /// The message, with its descriptors examined as if they had just arrived. `None`: not one that
     /// was recorded.
     pub(crate) fn decode(self, account: &Account) -> Option<Message> {
-        let fds = self.fds.into_iter();
-        let fds = fds.map(|fd| SentFd::examine(PeerFd::from(fd), account));
-        let fds: Vec<SentFd> = fds.collect();
+        let fds = examine(self.fds, account);
         let (number, request) = self.bytes.split_first_chunk::<NUMBER>()?;
         let mut message = decode_request(request, fds)?;
         message.number = u64::from_ne_bytes(*number);

@@ -81,7 +81,7 @@ impl Inherited {
     }
 
     /// All of them, for the supervisor.
-    pub(crate) fn into_left(self) -> Vec<Listener> {
+    pub(crate) fn into_listeners(self) -> Vec<Listener> {
         self.sockets
     }
 

@@ -15,22 +15,22 @@ use super::claim::Listeners;
 use super::settings::Settings;
 use super::vm::{Host, Vm};
 use crate::sockets;
-use crate::supervised::Legacy;
+use crate::supervised::Predecessor;
 
-/// Starts one device per VM; `listeners` are in the order of the VMs, `listen` in that of the rules. `legacy`: what
+/// Starts one device per VM; `listeners` are in the order of the VMs, `listen` in that of the rules. `predecessor`: what
 /// a predecessor of this process has left.
 pub(super) fn start(
     settings: &Settings,
     listeners: Vec<Listeners>,
     attach: Option<OwnedFd>,
     listen: Vec<OwnedFd>,
-    legacy: &mut Legacy,
+    predecessor: &mut Predecessor,
 ) -> Result<Daemon, StartError> {
     let vms = settings
         .vms
         .iter()
         .zip(listeners)
-        .map(|(vm, listeners)| convert(vm, listeners, legacy));
+        .map(|(vm, listeners)| convert(vm, listeners, predecessor));
     Daemon::start(DaemonConfig {
         vms: vms.collect(),
         workers: settings.workers,
@@ -92,7 +92,7 @@ fn convert_attach(attach: &Attach, listener: OwnedFd, access: sockets::Access) -
     config
 }
 
-pub(super) fn convert(vm: &Vm, listeners: Listeners, legacy: &mut Legacy) -> VmConfig {
+pub(super) fn convert(vm: &Vm, listeners: Listeners, predecessor: &mut Predecessor) -> VmConfig {
     let host = match (&vm.host, listeners.hybrid) {
         (Host::Hybrid { path, messages }, Some(listener)) => HostSide::Hybrid {
             path: path.clone(),
@@ -119,6 +119,6 @@ pub(super) fn convert(vm: &Vm, listeners: Listeners, legacy: &mut Legacy) -> VmC
         require_sealed_memory: vm.require_sealed_memory,
         stopped_timeout: vm.stopped_timeout.filter(|limit| !limit.is_zero()),
         guest_endpoints: vm.guest_endpoints.clone(),
-        succession: legacy.succession(vm.cid),
+        succession: predecessor.succession(vm.cid),
     }
 }

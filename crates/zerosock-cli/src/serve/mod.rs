@@ -63,7 +63,7 @@ pub(crate) fn main(args: ServeArgs) -> Result<(), Failure> {
             warn!("{reason}");
         }
         let passed = Inherited::take().map_err(Failure::usage)?;
-        let code = supervised::supervise(passed.into_left())?;
+        let code = supervised::supervise(passed.into_listeners())?;
         drop(logging);
         std::process::exit(code);
     }
@@ -75,8 +75,8 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     let mut signals = Signals::catch().map_err(ServeError::Signals)?;
     signals.catch_hangup().map_err(ServeError::Signals)?;
     let raised = raise_descriptor_limit();
-    let mut legacy = supervised::begin()?;
-    let left = std::mem::take(&mut legacy.listeners);
+    let mut predecessor = supervised::begin()?;
+    let left = std::mem::take(&mut predecessor.listeners);
     let claimed = claim_sockets(&settings, left)?;
     // Before any line of interfaces, devices and front-ends: front-ends may have connected already.
     announce_start(&settings);
@@ -85,8 +85,8 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     }
     let networks = networks::open(&settings)?;
     let (attach, listen) = (claimed.attach, claimed.listen);
-    let daemon = backend::start(&settings, claimed.vms, attach, listen, &mut legacy)?;
-    legacy.finish();
+    let daemon = backend::start(&settings, claimed.vms, attach, listen, &mut predecessor)?;
+    predecessor.finish();
     let shares = daemon.shares();
     if shares.limit < shares.minimum {
         daemon.shutdown();

@@ -26,7 +26,7 @@ use super::networks;
 use super::report::{report_denied, report_rule};
 use super::settings::Settings;
 use super::vm::{Host, Vm};
-use crate::supervised::Legacy;
+use crate::supervised::Predecessor;
 
 /// The settings in effect, which may differ from the file, and the claims on their sockets.
 pub(super) struct SettingsInEffect {
@@ -85,7 +85,7 @@ impl SettingsInEffect {
                     return Err(ServeError::to_string(&error));
                 }
             };
-            add.push(backend::convert(vm, listeners, &mut Legacy::default()));
+            add.push(backend::convert(vm, listeners, &mut Predecessor::default()));
             claims.insert(vm.cid, made);
         }
         let (listen, mut listen_claims) = match self.claim_listeners(&wanted) {

@@ -18,14 +18,15 @@ pub(super) fn set(client: Client) {
     let _ = SUPERVISOR.set(client);
 }
 
-/// Sends a batch to the supervisor, if there is one. Returns whether it will be executed.
-pub(super) fn send(batch: &Batch<'_>) -> bool {
+/// Sends a batch, which changes this entry or those below it, to the supervisor, if there is one. Returns
+/// whether it will be executed.
+pub(super) fn send(entry: &str, batch: &Batch<'_>) -> bool {
     let Some(client) = supervisor() else {
         return false;
     };
     let sent = client.send(batch);
     if let Err(error) = &sent {
-        warn!(%error, "a successor of this process will not continue all connections");
+        warn!(entry, %error, "not kept by the supervisor: after a crash this does not go on");
     }
     sent.is_ok()
 }

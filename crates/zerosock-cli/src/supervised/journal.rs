@@ -3,7 +3,6 @@
 use std::os::fd::BorrowedFd;
 
 use rustix::rand::{GetRandomFlags, getrandom};
-use tracing::warn;
 use zerosock_supervisor::Batch;
 use zerosock_vhost_user::journal::{Change, Journal, Key};
 
@@ -12,7 +11,6 @@ use super::connection::send;
 /// See the [module](self).
 #[derive(Debug)]
 pub(super) struct SupervisorJournal {
-    cid: u32,
     front: String,
     pending: String,
     /// A change could not be recorded: the connection is in no journal any more.
@@ -24,23 +22,17 @@ impl SupervisorJournal {
         let front = format!("vm/{cid}/front");
         let pending = format!("{front}/pending");
         SupervisorJournal {
-            cid,
             front,
             pending,
             has_gap: false,
         }
     }
 
-    /// Sends a batch. After one that fails the connection is dropped from the journal.
+    /// Sends a batch. After one that fails the connection is in no journal any more.
     fn record(&mut self, batch: &Batch<'_>) -> bool {
-        if !self.has_gap && !send(batch) {
+        if !self.has_gap && !send(&self.front, batch) {
             self.has_gap = true;
-            send(&Batch::default().remove(&self.front));
-            let cid = self.cid;
-            warn!(
-                cid,
-                "a successor of this process will not continue the connection of the front-end"
-            );
+            send(&self.front, &Batch::default().remove(&self.front));
         }
         !self.has_gap
     }
@@ -92,7 +84,7 @@ impl Journal for SupervisorJournal {
     }
 
     fn disconnected(&mut self) {
-        send(&Batch::default().remove(&self.front));
+        send(&self.front, &Batch::default().remove(&self.front));
     }
 }
 

@@ -396,20 +396,9 @@ impl Frontend {
         Ok(u64::from_ne_bytes(reply))
     }
 
-    /// Any request that has no reply of its own.
-    #[cfg(test)]
-    pub(crate) fn request_with(
-        &mut self,
-        request: FrontendReq,
-        payload: &[u8],
-        fds: &[BorrowedFd<'_>],
-    ) -> Result<(), FrontendError> {
-        self.send_request(request, payload, fds)
-    }
-
     /// Sends a request that has no reply of its own, and waits for the acknowledgement if REPLY_ACK
     /// is negotiated.
-    fn send_request(
+    pub(crate) fn send_request(
         &mut self,
         request: FrontendReq,
         payload: &[u8],

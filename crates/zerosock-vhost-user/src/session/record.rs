@@ -69,7 +69,7 @@ impl Session {
                     }),
                     Change::Keep {
                         key: Key { request, ..key },
-                        bytes: journal::encode_made(
+                        bytes: journal::encode_derived(
                             number,
                             request,
                             payload.as_flattened().to_vec(),
@@ -114,7 +114,7 @@ impl Session {
         let key = Key { request, index: 0 };
         Change::Keep {
             key,
-            bytes: journal::encode_made(number, request, payload),
+            bytes: journal::encode_derived(number, request, payload),
             fds: self.slots.iter().map(|slot| slot.file.as_fd()).collect(),
         }
     }

@@ -41,9 +41,9 @@ pub(in super::super) struct Connection {
     /// Since when the connection is read; `None` until the worker has answered `Connected`.
     pub(super) read_since: Option<Instant>,
     pub(super) driver: Driver,
-    /// The number of the next request. The first number of a connection is random, so that none
-    /// is used twice for a device.
-    pub(super) next_number: u64,
+    /// The number of the next request, if there is a journal. The first one of a connection is random, so
+    /// that none is used twice for a device.
+    pub(super) next_number: Option<u64>,
     /// The request that is carried out, if there is a journal.
     pub(super) request: Request,
     pub(super) replay: Replay,
@@ -102,7 +102,7 @@ impl Drop for Connection {
         // The reaper closes the socket later, perhaps after descriptors that do not close. Without
         // this, epoll would report it until then, and the front-end would not see the end.
         hang_up(&self.socket);
-        if self.next_number != 0 {
+        if self.next_number.is_some() {
             drain(&self.socket);
         }
         if let Some(epoll) = &self.epoll {
@@ -130,8 +130,8 @@ impl Connection {
         else {
             return Ok(None);
         };
-        message.number = self.next_number;
-        self.next_number = self.next_number.wrapping_add(1);
+        message.number = self.next_number.unwrap_or_default();
+        self.next_number = Some(message.number.wrapping_add(1));
         self.request = Request::of(&message, false);
         let fds: Vec<_> = message.fds.iter().filter_map(SentFd::as_fd).collect();
         journal.begin(&journal::encode(&message), &fds);

@@ -182,11 +182,11 @@ impl Vm {
             tracing::info!(vm = %self.name, %peer, suppressed, "front-end connected");
         }
         let next_number = self.journal.as_mut().map(|it| it.connected(socket.as_fd()));
-        self.begin(socket, next_number.unwrap_or_default(), Replay::default());
+        self.begin(socket, next_number, Replay::default());
     }
 
     /// Begins a session with the front-end, with these requests.
-    fn begin(&mut self, socket: PeerFd, next_number: u64, replay: Replay) {
+    fn begin(&mut self, socket: PeerFd, next_number: Option<u64>, replay: Replay) {
         let link = FrontendLink::new(self.mail.clone(), self.index, self.connection);
         let waiting = self.submit(DeviceCommand::Connected { link });
         let mut session = Session::new(

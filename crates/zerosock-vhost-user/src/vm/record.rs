@@ -1,6 +1,6 @@
 //! The journal of a VM's front-end: recording results, and repeating the requests of a predecessor.
 
-use zerosock_sys::{PeerFd, fd_passing};
+use zerosock_sys::fd_passing;
 
 use super::connection::{Replay, Request};
 use super::{Front, Vm};
@@ -16,7 +16,7 @@ impl Vm {
             kept,
             pending,
         } = restored;
-        let socket = PeerFd::from(socket).owned_by(&self.account);
+        let socket = socket.owned_by(&self.account);
         let is_pending = pending.is_some();
         // The predecessor may have been killed before it had taken the request from the socket.
         let taken = match is_pending {
@@ -35,7 +35,7 @@ impl Vm {
             _ => None,
         };
         let is_usable = replay.is_some();
-        self.begin(socket, next_number, replay.unwrap_or_default());
+        self.begin(socket, Some(next_number), replay.unwrap_or_default());
         match is_usable {
             true => tracing::info!(
                 vm = %self.name,

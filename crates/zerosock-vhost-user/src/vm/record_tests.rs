@@ -51,7 +51,7 @@ impl Steps {
 struct TestJournal(Arc<Mutex<Held>>, Steps);
 
 fn record(bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Record {
-    let fds = fds.iter().map(|fd| fd.try_clone_to_owned().unwrap());
+    let fds = fds.iter().map(|fd| fd.try_clone_to_owned().unwrap().into());
     Record {
         bytes: bytes.to_vec(),
         fds: fds.collect(),
@@ -215,7 +215,7 @@ fn front_end(socket: UnixStream, acks: bool) -> (Vec<u64>, Frontend) {
         let body =
             VhostUserSingleMemoryRegion::new(it.guest_addr, it.len, it.user_addr, it.fd_offset);
         device
-            .request_with(request, body.as_slice(), &[file.as_fd()])
+            .send_request(request, body.as_slice(), &[file.as_fd()])
             .unwrap();
     };
     for number in 0..3 {
@@ -286,7 +286,7 @@ fn run(acks: bool, kills: &[usize]) -> ((Vec<u64>, State, usize), usize) {
                 record(&it.bytes, &fds)
             };
             held.socket.as_ref().map(|socket| RestoredFrontend {
-                socket: socket.try_clone().unwrap(),
+                socket: socket.try_clone().unwrap().into(),
                 next_number: 1000,
                 // The order does not matter.
                 kept: held.kept.values().rev().map(copy).collect(),

@@ -149,7 +149,7 @@ impl NewVm {
                         "the connection of the front-end ends: there is no usable state of the device"
                     );
                     journal.writer.disconnected();
-                    drop(PeerFd::from(former.socket).owned_by(&self.account));
+                    drop(former.socket.owned_by(&self.account));
                 }
                 let file = memfd::create("zerosock-state", len as u64, true);
                 let file = file.map_err(system("make a memory file"))?;

@@ -18,6 +18,10 @@ use crate::{Error, socket};
 /// Environment variable that the supervisor sets to 1 in the worker process.
 pub(crate) const SUPERVISED: &str = "ZEROSOCK_SUPERVISED";
 
+/// Entries with this prefix are for a process that takes over from one that has stopped for it
+/// ([`Client::hand_over`]). The successor of one that died does not get them.
+pub const HANDOVER_PREFIX: &str = "handover/";
+
 /// An entry that a predecessor, or the supervisor, has left.
 #[derive(Debug)]
 pub struct Entry {
@@ -92,6 +96,7 @@ impl Client {
             return Err(Error::NoSupervisor);
         }
         let socket = rustix::io::fcntl_dupfd_cloexec(&stdin, 3).map_err(io::Error::from)?;
+        send_message(&socket, &[Operation::Take], &[])?;
         rustix::stdio::dup2_stdin(File::open("/dev/null")?).map_err(io::Error::from)?;
         set_parent_process_death_signal(Some(Signal::KILL)).map_err(io::Error::from)?;
         let (client, entries) = Client::receive(socket)?;
@@ -177,22 +182,66 @@ impl Client {
         self.send_message(&[Operation::Stopping], &[])
     }
 
+    /// Says that this process serves from now on: one that has [stopped](Self::hand_over) for it is killed, and
+    /// the entries below [`HANDOVER_PREFIX`] are removed. To be called once, when nothing can fail any more.
+    ///
+    /// # Errors
+    /// The supervisor has ended.
+    pub fn take_over(&self) -> Result<(), Error> {
+        let mut store = self.store.lock().unwrap_or_else(PoisonError::into_inner);
+        store.apply(&[Operation::Remove(HANDOVER_PREFIX)], Vec::new(), |_| {
+            self.send_message(&[Operation::TakeOver], &[])
+        })
+    }
+
+    /// Says that this process has stopped, and that all entries are there for the process that takes over.
+    /// Returns if that one does not; otherwise this process is killed. To be called on SIGUSR2.
+    ///
+    /// # Errors
+    /// The supervisor has ended.
+    pub fn hand_over(&self) -> Result<(), Error> {
+        self.send_message(&[Operation::HandedOver], &[])?;
+        let mut buffer = [0; 64];
+        let received = socket::receive(
+            &self.socket,
+            &mut buffer,
+            &mut Vec::new(),
+            RecvFlags::empty(),
+        );
+        let received = received.map_err(io::Error::from)?;
+        match buffer.get(..received) {
+            None | Some([]) => Err(Error::NoSupervisor),
+            Some(message) => match decode(message, 0)?[..] {
+                [Operation::Resume] => Ok(()),
+                _ => Err(Error::Invalid("not a message of a supervisor")),
+            },
+        }
+    }
+
     /// Waits until the supervisor has ended, or for a time. Returns whether it has.
     ///
     /// # Errors
     /// Errors of poll(2).
     pub fn wait_for_supervisor_end(&self, limit: Option<Duration>) -> io::Result<bool> {
         let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
-        // After the entries the supervisor sends nothing.
+        // After the entries the supervisor sends nothing but the answer to `hand_over`.
         let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
         Ok(poll(&mut fds, limit.as_ref())? > 0)
     }
 
     fn send_message(&self, message: &[Operation<'_>], fds: &[BorrowedFd<'_>]) -> Result<(), Error> {
-        match socket::send(&self.socket, &encode(message)?, fds, SendFlags::empty()) {
-            Err(Errno::PIPE | Errno::CONNRESET) => Err(Error::NoSupervisor),
-            result => Ok(result.map_err(io::Error::from)?),
-        }
+        send_message(&self.socket, message, fds)
+    }
+}
+
+fn send_message(
+    socket: &OwnedFd,
+    message: &[Operation<'_>],
+    fds: &[BorrowedFd<'_>],
+) -> Result<(), Error> {
+    match socket::send(socket, &encode(message)?, fds, SendFlags::empty()) {
+        Err(Errno::PIPE | Errno::CONNRESET) => Err(Error::NoSupervisor),
+        result => Ok(result.map_err(io::Error::from)?),
     }
 }
 

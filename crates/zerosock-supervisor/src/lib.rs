@@ -19,9 +19,10 @@ mod signals;
 mod socket;
 mod store;
 mod supervisor;
+mod upgrade;
 mod worker;
 
-pub use client::{Batch, Client, Entry};
+pub use client::{Batch, Client, Entry, HANDOVER_PREFIX};
 pub use message::{Limits, MAX_BYTES, MAX_DATAGRAM, MAX_FDS, MAX_KEY, MAX_OPERATIONS};
 pub use restarts::RestartPolicy;
 pub use supervisor::{Config, LISTEN_PREFIX, Supervisor};

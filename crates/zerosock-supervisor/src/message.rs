@@ -32,7 +32,7 @@ pub const MAX_DATAGRAM: usize = 128 * 1024;
 const MAX_NOTIFY: usize = 1024;
 const VERSION: u16 = 1;
 
-/// A part of a message. The last four are messages of their own.
+/// A part of a message. The last eight are messages of their own.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Operation<'a> {
     /// Inserts an entry with this many descriptors at the end, in the place of one with the same key.
@@ -51,8 +51,18 @@ pub(crate) enum Operation<'a> {
     Stopping,
     /// The supervisor has sent all entries, each as a `Put`. These bounds hold for the store.
     End(Limits),
+    /// A process waits for its entries.
+    Take,
+    /// The process that waits has all entries, and serves from now on.
+    TakeOver,
+    /// The worker process has stopped and has written down what the process that waits for it needs.
+    HandedOver,
+    /// From the supervisor: that process does not take over; go on.
+    Resume,
 }
-use Operation::{Alive, End, Notify, Put, Remove, Rename, Stopping, Write};
+use Operation::{
+    Alive, End, HandedOver, Notify, Put, Remove, Rename, Resume, Stopping, Take, TakeOver, Write,
+};
 
 /// Bounds of the store.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -104,6 +114,10 @@ pub(crate) fn encode(operations: &[Operation<'_>]) -> Result<Vec<u8>, Error> {
                 bounds = [entries, bytes, descriptors].map(u64::to_le_bytes).concat();
                 (8, 0, "", &bounds[..])
             }
+            Take => (9, 0, "", &[][..]),
+            TakeOver => (10, 0, "", &[][..]),
+            HandedOver => (11, 0, "", &[][..]),
+            Resume => (12, 0, "", &[][..]),
         };
         out.extend([kind, u8::try_from(fds).map_err(too_long)?]);
         out.extend(u16::try_from(key.len()).map_err(too_long)?.to_le_bytes());
@@ -170,6 +184,10 @@ impl<'a> Reader<'a> {
                     descriptors: bound()?,
                 })
             }
+            (9, [], []) => Take,
+            (10, [], []) => TakeOver,
+            (11, [], []) => HandedOver,
+            (12, [], []) => Resume,
             _ => return Err(Error::Invalid("unknown operation")),
         })
     }

@@ -38,6 +38,10 @@ fn wire_form_is_fixed() {
         (Notify("READY=1"), 6),
         (Stopping, 7),
         (End(limits), 8),
+        (Take, 9),
+        (TakeOver, 10),
+        (HandedOver, 11),
+        (Resume, 12),
     ] {
         let datagram = encode(&[operation]).unwrap();
         assert_eq!(datagram[4], kind);
@@ -89,7 +93,7 @@ fn malformed_messages_are_refused() {
     assert!(error(&valid, 0).contains("descriptors"));
     assert!(error(&valid, 2).contains("descriptors"));
     assert!(error(&[2, 0, 0, 0], 0).contains("version"));
-    assert!(error(&[1, 0, 1, 0, 9, 0, 0, 0, 0, 0, 0, 0], 0).contains("unknown operation"));
+    assert!(error(&[1, 0, 1, 0, 13, 0, 0, 0, 0, 0, 0, 0], 0).contains("unknown operation"));
     // A length that would overflow an addition.
     assert!(error(&[1, 0, 1, 0, 1, 0, 1, 0, 255, 255, 255, 255, b'k'], 0).contains("truncated"));
     // Fields that these kinds do not have.
@@ -98,7 +102,7 @@ fn malformed_messages_are_refused() {
         decode(&with_fds, 1).unwrap_err();
     }
     decode(&[1, 0, 1, 0, 2, 0, 1, 0, 1, 0, 0, 0, b'k', b'x'], 0).unwrap_err();
-    for kind in [5, 6, 7, 8] {
+    for kind in [5, 6, 7, 8, 9, 10, 11, 12] {
         decode(&[1, 0, 1, 0, kind, 0, 1, 0, 0, 0, 0, 0, b'k'], 0).unwrap_err();
     }
 }

@@ -9,11 +9,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::process::Signal;
 use signal_hook::{consts, flag, low_level};
 
-/// Signals that are passed on to the worker process.
-const PASSED: [Signal; 4] = [Signal::TERM, Signal::INT, Signal::HUP, Signal::USR1];
+/// Signals that the loop gets: USR2 begins an upgrade, the others are passed on to the worker process.
+const CAUGHT: [Signal; 5] = [
+    Signal::TERM,
+    Signal::INT,
+    Signal::HUP,
+    Signal::USR1,
+    Signal::USR2,
+];
 /// Signals that would end a process by default and are not for a daemon, beside the real-time ones.
-const IGNORED: [i32; 7] = [
-    consts::SIGUSR2,
+const IGNORED: [i32; 6] = [
     consts::SIGALRM,
     consts::SIGVTALRM,
     consts::SIGPROF,
@@ -26,7 +31,7 @@ const IGNORED: [i32; 7] = [
 pub(crate) struct Signals {
     /// Readable after a signal.
     wake: UnixStream,
-    caught: [(Signal, Arc<AtomicBool>); PASSED.len()],
+    caught: [(Signal, Arc<AtomicBool>); CAUGHT.len()],
 }
 
 impl Signals {
@@ -34,7 +39,7 @@ impl Signals {
     pub(crate) fn catch() -> io::Result<Signals> {
         let (wake, handlers) = UnixStream::pair()?;
         wake.set_nonblocking(true)?;
-        let caught = PASSED.map(|signal| (signal, Arc::default()));
+        let caught = CAUGHT.map(|signal| (signal, Arc::default()));
         for (signal, caught) in &caught {
             // In this order: the loop that wakes finds the flag set.
             flag::register(signal.as_raw(), Arc::clone(caught))?;

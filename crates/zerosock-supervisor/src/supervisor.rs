@@ -9,7 +9,7 @@ use std::ffi::OsString;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 use std::time::{Duration, Instant};
 
@@ -24,8 +24,9 @@ use crate::message::{Limits, MAX_DATAGRAM, Operation, decode};
 use crate::restarts::{RestartPolicy, Restarts};
 use crate::signals::Signals;
 use crate::store::{PendingWrite, Store};
+use crate::upgrade::{Executable, Said, Upgrade};
 use crate::worker::Worker;
-use crate::{Error, socket};
+use crate::{Error, HANDOVER_PREFIX, socket};
 
 /// Entries with this prefix, the listening sockets, remain when the store is reduced.
 pub const LISTEN_PREFIX: &str = "listen/";
@@ -41,6 +42,8 @@ const BACKLOG_CHECK: Duration = Duration::from_millis(10);
 pub struct Config {
     /// The executable. `/proc/self/exe` is that of the supervisor, also after its file was replaced.
     pub program: PathBuf,
+    /// The executable of upgrades, at SIGUSR2; `None`: there are none.
+    pub upgrade: Option<PathBuf>,
     /// The arguments, of which the first is the name.
     pub argv: Vec<OsString>,
     /// Bounds of the store.
@@ -60,6 +63,7 @@ impl Config {
         let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(1 << 20) / 2;
         Config {
             program: program.into(),
+            upgrade: None,
             argv,
             limits: Limits {
                 entries: 1 << 16,
@@ -84,7 +88,22 @@ pub struct Supervisor {
     restarts: Restarts,
     /// A worker process has notified READY=1.
     ready: bool,
+    upgrade: Option<Upgrade>,
+    /// That of the last upgrade, which successors run too.
+    executable: Option<Executable>,
     buffer: Vec<u8>,
+}
+
+/// What there is to do.
+#[derive(Debug, Default)]
+struct Came {
+    /// The worker process has ended.
+    ended: bool,
+    /// Its socket is ready.
+    readable: bool,
+    /// The same of the process that is to take over.
+    upgrade_ended: bool,
+    upgrade_readable: bool,
 }
 
 impl Supervisor {
@@ -100,6 +119,8 @@ impl Supervisor {
             service_manager: ServiceManager::from_environment()?,
             restarts: Restarts::default(),
             ready: false,
+            upgrade: None,
+            executable: None,
             buffer: vec![0; MAX_DATAGRAM],
             config,
         })
@@ -122,10 +143,8 @@ impl Supervisor {
     /// The first worker process cannot be started, or a system call fails. No worker process runs.
     pub fn run(mut self) -> io::Result<i32> {
         loop {
-            let mut program = Command::new(&self.config.program);
-            if let Some((name, arguments)) = self.config.argv.split_first() {
-                program.arg0(name).args(arguments);
-            }
+            let executable = self.executable.as_ref().map(Executable::path);
+            let program = self.command(executable.as_ref().unwrap_or(&self.config.program));
             let pause = match Worker::start(program, &self.store) {
                 Ok(mut worker) => {
                     let status = self.attend(&mut worker)?;
@@ -138,6 +157,7 @@ impl Supervisor {
                         return Ok(status.code().unwrap_or(otherwise));
                     }
                     error!("the worker process died, {status}: a successor takes over");
+                    self.remove_handover();
                     match worker.ended_for_other_reasons(status) {
                         true if worker.ready => Duration::ZERO,
                         true => RETRY,
@@ -161,24 +181,38 @@ impl Supervisor {
         }
     }
 
-    /// Serves a worker process until it has ended.
+    fn command(&self, executable: &Path) -> Command {
+        let mut program = Command::new(executable);
+        if let Some((name, arguments)) = self.config.argv.split_first() {
+            program.arg0(name).args(arguments);
+        }
+        program
+    }
+
+    /// Serves a worker process, or the one that takes over from it, until it has ended.
     fn attend(&mut self, worker: &mut Worker) -> io::Result<ExitStatus> {
-        let id = worker.child.id();
         match self.ready {
-            true => info!("started worker process {id}"),
-            false => debug!("started worker process {id}"),
+            true => info!("started worker process {}", worker.child.id()),
+            false => debug!("started worker process {}", worker.child.id()),
         }
         loop {
+            let id = worker.child.id();
             let deadline = worker.deadline(self.config.start_limit, self.config.alive_limit);
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 error!("worker process {id} makes no progress and is killed");
                 worker.kill();
             }
-            let (ended, readable) = self.wait(Some(worker), deadline)?;
+            let came = self.wait(Some(worker), deadline)?;
             for signal in self.signals.take() {
-                worker.signal(signal);
+                if signal == Signal::USR2 {
+                    self.begin_upgrade(worker);
+                } else {
+                    self.cancel_upgrade(worker, &format!("{signal:?} came"));
+                    worker.signal(signal);
+                }
             }
-            if ended {
+            if came.ended {
+                self.cancel_upgrade(worker, "the worker process died");
                 worker.unsent = None;
                 // A process that has inherited the other end sends nothing more.
                 if let Some(socket) = &worker.socket {
@@ -188,9 +222,12 @@ impl Supervisor {
                 self.closer.close(worker.socket.take());
                 return worker.child.wait();
             }
-            if readable && worker.unsent.is_none() {
+            self.attend_upgrade(worker, &came);
+            if came.readable && worker.unsent.is_none() {
                 let _ = (0..MESSAGES_PER_TURN).all(|_| self.receive(worker));
-            } else if readable && let Err(error) = worker.send_entries(&self.store) {
+            } else if came.readable
+                && let Err(error) = worker.send_entries(&self.store)
+            {
                 error!("cannot send entries to worker process {id}, which is killed: {error}");
                 worker.kill();
                 self.closer.close(worker.socket.take());
@@ -198,32 +235,120 @@ impl Supervisor {
         }
     }
 
-    /// Waits for a signal, for the end of the worker process or for its socket, and until a time.
-    fn wait(
-        &mut self,
-        worker: Option<&Worker>,
-        until: Option<Instant>,
-    ) -> io::Result<(bool, bool)> {
+    /// Starts the process that is to take over.
+    fn begin_upgrade(&mut self, worker: &Worker) {
+        let Some(path) = self.config.upgrade.as_deref() else {
+            return warn!("no upgrade: there is no executable for it");
+        };
+        if self.upgrade.is_some() || !worker.ready || worker.ending {
+            return warn!("no upgrade: the worker process is starting, ending, or being replaced");
+        }
+        let begin = || {
+            let executable = Executable::open(path)?;
+            // It gets the entries later.
+            let started = Worker::start(self.command(&executable.path()), &self.store)?;
+            io::Result::Ok(Upgrade::new(started, executable))
+        };
+        match begin() {
+            Ok(upgrade) => {
+                let id = upgrade.worker.child.id();
+                info!("upgrade to {}: started process {id}", path.display());
+                self.upgrade = Some(upgrade);
+            }
+            Err(error) => error!("no upgrade to {}: {error}", path.display()),
+        }
+    }
+
+    /// Ends the process that was to take over, if there is one. The worker process goes on.
+    fn cancel_upgrade(&mut self, worker: &mut Worker, reason: &str) {
+        if let Some(mut upgrade) = self.upgrade.take() {
+            error!("the upgrade has failed, the worker process goes on: {reason}");
+            self.closer.close(upgrade.worker.socket.take());
+            let has_given = upgrade.has_given();
+            upgrade.worker.retire();
+            if has_given {
+                self.resume(worker);
+            }
+        }
+    }
+
+    /// Tells a worker process that has stopped to go on.
+    fn resume(&mut self, worker: &mut Worker) {
+        if let Err(error) = worker.resume() {
+            error!("cannot resume the worker process, which is killed: {error}");
+            worker.kill();
+        }
+    }
+
+    /// Does what the process that is to take over needs, and makes it the worker process.
+    fn attend_upgrade(&mut self, worker: &mut Worker, came: &Came) {
+        let Some(upgrade) = &mut self.upgrade else {
+            return;
+        };
+        let said = if came.upgrade_readable && upgrade.worker.unsent.is_some() {
+            let sent = upgrade.worker.send_entries(&self.store);
+            sent.map(|()| Said::Nothing).map_err(Error::System)
+        } else if came.upgrade_readable {
+            upgrade.receive(&mut self.buffer)
+        } else if came.upgrade_ended {
+            Err(Error::Invalid("the new process has ended"))
+        } else if Instant::now() >= upgrade.until {
+            Err(Error::Invalid("it takes too long"))
+        } else {
+            Ok(Said::Nothing)
+        };
+        match said {
+            Ok(Said::Nothing) => {}
+            Ok(Said::Waits) => worker.signal(Signal::USR2),
+            Ok(Said::TakesOver) => {
+                let Some(upgrade) = self.upgrade.take() else {
+                    return;
+                };
+                let mut former = std::mem::replace(worker, upgrade.worker);
+                self.closer.close(former.socket.take());
+                former.retire();
+                self.executable = Some(upgrade.executable);
+                self.remove_handover();
+                info!("process {} has taken over", worker.child.id());
+            }
+            Err(error) => self.cancel_upgrade(worker, &error.to_string()),
+        }
+    }
+
+    /// Removes the entries for a process that takes over.
+    fn remove_handover(&mut self) {
+        let remove = [Operation::Remove(HANDOVER_PREFIX)];
+        // Such an operation is always possible.
+        let _ = self.store.apply(&remove, Vec::new(), |_| Ok(()));
+        self.closer.close(self.store.take_removed());
+    }
+
+    /// Waits for a signal, for the end of a process or for its socket, and until a time.
+    fn wait(&mut self, worker: Option<&Worker>, until: Option<Instant>) -> io::Result<Came> {
         let now = Instant::now();
         let watchdog = self.service_manager.answer_watchdog(now);
-        let mut fds = vec![PollFd::new(&self.signals, PollFlags::IN)];
-        fds.extend(worker.map(|worker| PollFd::new(&worker.process, PollFlags::IN)));
         // A worker process that removes descriptors faster than they are closed waits.
         let busy = self.closer.backlog() as u64 > self.config.limits.descriptors / 2;
-        if let Some(worker) = worker.filter(|worker| !busy || worker.unsent.is_some()) {
-            let events = if worker.unsent.is_some() {
-                PollFlags::OUT
-            } else {
-                PollFlags::IN
+        let upgrade = self.upgrade.as_ref();
+        let mut fds = vec![PollFd::new(&self.signals, PollFlags::IN)];
+        let processes = [worker, upgrade.map(|upgrade| &upgrade.worker)];
+        let added = processes.map(|worker| {
+            let worker = worker?;
+            fds.push(PollFd::new(&worker.process, PollFlags::IN));
+            let events = match &worker.unsent {
+                Some(_) => PollFlags::OUT,
+                None => PollFlags::IN,
             };
-            fds.extend(
-                worker
-                    .socket
-                    .iter()
-                    .map(|socket| PollFd::new(socket, events)),
-            );
-        }
-        let times = [until, watchdog, busy.then_some(now + BACKLOG_CHECK)];
+            let socket = worker.socket.as_ref();
+            let socket = socket.filter(|_| !busy || worker.unsent.is_some());
+            fds.extend(socket.map(|socket| PollFd::new(socket, events)));
+            Some((
+                fds.len() - 1 - usize::from(socket.is_some()),
+                socket.is_some(),
+            ))
+        });
+        let limit = upgrade.map(|upgrade| upgrade.until);
+        let times = [until, watchdog, limit, busy.then_some(now + BACKLOG_CHECK)];
         let timeout = times.into_iter().flatten().min();
         let timeout = timeout.map(|time| time.saturating_duration_since(now));
         let timeout = timeout.and_then(|time| Timespec::try_from(time).ok());
@@ -231,11 +356,21 @@ impl Supervisor {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
-        let came = |index| {
+        let came = |index: usize| {
             fds.get(index)
                 .is_some_and(|fd: &PollFd<'_>| !fd.revents().is_empty())
         };
-        Ok((came(1), came(2)))
+        let [(ended, readable), (upgrade_ended, upgrade_readable)] = added.map(|added| {
+            added.map_or((false, false), |(process, has_socket)| {
+                (came(process), has_socket && came(process + 1))
+            })
+        });
+        Ok(Came {
+            ended,
+            readable,
+            upgrade_ended,
+            upgrade_readable,
+        })
     }
 
     /// Receives and executes one message. Returns false if there is none.
@@ -282,6 +417,14 @@ impl Supervisor {
                 self.service_manager.notify(text);
             }
             [Operation::Stopping] => worker.ending = true,
+            // Of a worker process that takes over from none.
+            [Operation::Take | Operation::TakeOver] => {}
+            [Operation::HandedOver] => {
+                let upgrade = self.upgrade.as_mut();
+                if !upgrade.is_some_and(|upgrade| upgrade.give(&self.store)) {
+                    self.resume(worker);
+                }
+            }
             _ => {
                 let result = self
                     .store

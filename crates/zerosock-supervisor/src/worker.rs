@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -133,6 +134,21 @@ impl Worker {
     pub(crate) fn ended_for_other_reasons(&self, status: ExitStatus) -> bool {
         let is_killed = !self.killed && status.signal() == Some(Signal::KILL.as_raw());
         is_killed || (!self.ready && status.code().is_some())
+    }
+
+    /// Tells it to go on, after it has stopped for another process.
+    pub(crate) fn resume(&self) -> io::Result<()> {
+        let datagram = encode(&[Operation::Resume]).map_err(io::Error::other)?;
+        let socket = self.socket.as_ref().ok_or(io::ErrorKind::NotConnected)?;
+        Ok(socket::send(socket, &datagram, &[], SendFlags::DONTWAIT)?)
+    }
+
+    /// Kills it, and lets a thread wait for its end: freeing the memory of guests takes time.
+    pub(crate) fn retire(mut self) {
+        self.kill();
+        let wait = move || drop(self.child.wait());
+        // Without a thread a process that has ended stays in the list of processes.
+        let _ = Builder::new().name("reaper".into()).spawn(wait);
     }
 
     pub(crate) fn kill(&mut self) {

@@ -37,6 +37,7 @@ fn configure(scenario: &str, config: &mut Config) {
                 descriptors: 2,
             }
         }
+        "upgrade" => config.upgrade = Some(std::env::current_exe().unwrap()),
         "hang" => config.alive_limit = Duration::from_millis(300),
         "hang_early" => config.start_limit = Duration::from_secs(2),
         "deaths" => {
@@ -302,6 +303,49 @@ fn signals_are_passed_on_and_the_exit_code_comes_back() {
     running.signal(Signal::TERM);
     assert_eq!(running.report(), "SIGTERM");
     assert_eq!(running.exit_code(), 11);
+}
+
+/// The number of the process that says that it serves.
+fn serves(report: &str) -> Pid {
+    let id = report
+        .strip_prefix("serves ")
+        .unwrap_or_else(|| panic!("{report}"));
+    Pid::from_raw(id.parse().unwrap()).unwrap()
+}
+
+#[test]
+fn an_upgrade_takes_over_or_leaves_the_worker_process_as_it_was() {
+    let running = Running::start("upgrade");
+    let next = |text: &str| fs::write(running.dir.path().join("next"), text).unwrap();
+    assert_eq!(running.report(), "");
+    let mut worker = serves(&running.report());
+    for way in ["dies", "hangs", "breaks a rule"] {
+        next(way);
+        running.signal(Signal::USR2);
+        // It gets everything, and does not take over.
+        assert_eq!(running.report(), "n/0= handover/state=1", "{way}");
+        assert_eq!(running.report(), "goes on", "{}", running.log());
+    }
+    next("takes over");
+    let mut entries = "n/0=".to_owned();
+    for count in 1..4 {
+        running.signal(Signal::USR2);
+        assert_eq!(running.report(), format!("{entries} handover/state=1"));
+        let successor = serves(&running.report());
+        assert_ne!(successor, worker);
+        wait_for_end(worker);
+        worker = successor;
+        entries = format!("{entries} n/{count}=");
+    }
+    // One that is killed has a successor, which gets nothing that was meant for an upgrade.
+    kill_process(worker, Signal::KILL).unwrap();
+    assert_eq!(running.report(), entries);
+    serves(&running.report());
+    entries = format!("{entries} n/4=");
+    next("dies meanwhile");
+    running.signal(Signal::USR2);
+    assert_eq!(running.report(), entries);
+    serves(&running.report());
 }
 
 #[test]

@@ -13,7 +13,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use signal_hook::consts::{SIGHUP, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGHUP, SIGTERM, SIGUSR1, SIGUSR2};
 use zerosock_supervisor::{
     Batch, Client, Entry, Error, MAX_BYTES, MAX_DATAGRAM, MAX_FDS, MAX_OPERATIONS,
 };
@@ -39,6 +39,7 @@ pub(crate) fn run(scenario: &str) -> ! {
         "hasty" => fill(&client, &entries),
         "write" => write(&client),
         "states" => states(&client),
+        "upgrade" => upgrade(&client, &entries),
         "idle" => {
             report(&std::process::id().to_string());
             wait()
@@ -310,6 +311,43 @@ fn signals(client: &Client) -> Result<Infallible, Error> {
     report("ready");
     loop {
         let _ = ours.read(&mut [0; 8]);
+    }
+}
+
+/// Counts its predecessors in an entry, and takes over as the file `next` says.
+fn upgrade(client: &Client, entries: &[Entry]) -> Result<Infallible, Error> {
+    let (mut ours, theirs) = UnixStream::pair()?;
+    signal_hook::low_level::pipe::register(SIGUSR2, theirs)?;
+    report_entries(entries);
+    let takes_over = entries.iter().any(|entry| entry.key == "handover/state");
+    if takes_over {
+        match fs::read_to_string(dir().join("next"))?.as_str() {
+            "dies" => exit(1),
+            "hangs" => wait(),
+            "breaks a rule" => {
+                client.alive().and(client.stopping())?;
+                wait()
+            }
+            _ => {}
+        }
+    }
+    client.take_over()?;
+    let count = entries.iter().filter(|entry| entry.key.starts_with("n/"));
+    let own = format!("n/{}", count.count());
+    client.send(&Batch::default().put(&own, b"", &[]))?;
+    client.notify("READY=1")?;
+    report(&format!("serves {}", std::process::id()));
+    loop {
+        let _ = ours.read(&mut [0; 8]);
+        let file = File::from(memfd_create("state", MemfdFlags::CLOEXEC).unwrap());
+        let state = Batch::default().put("handover/state", b"1", &[file.as_fd()]);
+        client.send(&state)?;
+        if fs::read_to_string(dir().join("next"))? == "dies meanwhile" {
+            std::process::abort();
+        }
+        client.hand_over()?;
+        client.send(&Batch::default().remove("handover"))?;
+        report("goes on");
     }
 }
 

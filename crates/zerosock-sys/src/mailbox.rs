@@ -99,6 +99,11 @@ impl<T> Mailbox<T> {
         self.wakeup.pending.swap(false, Ordering::AcqRel);
         self.queue.try_iter()
     }
+
+    /// Waits for the next message. `None`: there is no sender left.
+    pub fn wait(&self) -> Option<T> {
+        self.queue.recv().ok()
+    }
 }
 
 #[cfg(test)]

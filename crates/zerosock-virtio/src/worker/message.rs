@@ -5,11 +5,15 @@ use std::fmt;
 use zerosock_vhost_user::liveness::LivenessQuery;
 use zerosock_vhost_user::{DeviceCommand, DevicePort, Reply};
 
+use super::Worker;
 use crate::device::WorkerDevice;
 use crate::mailbox::Sender;
 
 /// A change of the state that the devices of a worker share.
 pub type Update<D> = Box<dyn FnOnce(&mut <D as WorkerDevice>::Shared) + Send>;
+
+/// What a worker does on its thread, between two turns.
+pub type Task<D> = Box<dyn FnOnce(&mut Worker<D>) + Send>;
 
 /// A message of another thread to a worker.
 pub enum WorkerMessage<D: WorkerDevice> {
@@ -38,6 +42,8 @@ pub enum WorkerMessage<D: WorkerDevice> {
     },
     /// Change the shared state.
     Update(Update<D>),
+    /// Do this. It may [pause](Worker::set_paused) the worker.
+    Task(Task<D>),
     /// Answered as soon as it is handled.
     Liveness(LivenessQuery),
     /// End all devices and the thread.
@@ -52,6 +58,7 @@ impl<D: WorkerDevice> fmt::Debug for WorkerMessage<D> {
             WorkerMessage::AddDevice(_) => "AddDevice",
             WorkerMessage::RemoveDevice { .. } => "RemoveDevice",
             WorkerMessage::Update(_) => "Update",
+            WorkerMessage::Task(_) => "Task",
             WorkerMessage::Liveness(_) => "Liveness",
             WorkerMessage::Shutdown => "Shutdown",
         })

@@ -72,9 +72,13 @@ impl<D: WorkerDevice> Worker<D> {
         let mut messages = Vec::new();
         let mut intake = Intake::default();
         let mut queued = self.mailbox.drain();
+        // A task may pause the worker: the messages behind it stay in their order.
+        let mut ends_batch = false;
         while intake.is_open()
+            && !ends_batch
             && let Some(message) = queued.next()
         {
+            ends_batch = matches!(message, WorkerMessage::Task(_));
             match &message {
                 WorkerMessage::Device { message, .. } => intake.add_of_device(message),
                 _ => intake.add(),
@@ -82,36 +86,53 @@ impl<D: WorkerDevice> Worker<D> {
             messages.push(message);
         }
         drop(queued);
-        self.more_messages = !intake.is_open();
+        self.more_messages = !intake.is_open() || ends_batch;
         if messages.is_empty() {
             return true;
         }
         let now = self.clock.now();
         for message in messages {
-            match message {
-                WorkerMessage::Command {
-                    number,
-                    command,
-                    reply,
-                } => {
-                    let (device, mut cx) = self.lend(number, now);
-                    if let Some(device) = device {
-                        device.begin_call(cx.shared);
-                        device.command(command, reply, &mut cx);
-                        device.end_call(cx.shared);
-                        self.activate(number);
-                    }
+            if !self.handle_message(message, now) {
+                return false;
+            }
+        }
+        while self.is_paused {
+            let now = self.clock.now();
+            while self.deliver(now) {}
+            let message = self.mailbox.wait();
+            if !message.is_some_and(|message| self.handle_message(message, now)) {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Handles a message of another thread. Returns false on shutdown.
+    fn handle_message(&mut self, message: WorkerMessage<D>, now: Instant) -> bool {
+        match message {
+            WorkerMessage::Command {
+                number,
+                command,
+                reply,
+            } => {
+                let (device, mut cx) = self.lend(number, now);
+                if let Some(device) = device {
+                    device.begin_call(cx.shared);
+                    device.command(command, reply, &mut cx);
+                    device.end_call(cx.shared);
+                    self.activate(number);
                 }
-                WorkerMessage::Device { number, message } => self.deliver_to(number, message, now),
-                WorkerMessage::AddDevice(device) => self.add_device(*device, now),
-                WorkerMessage::RemoveDevice { number } => self.remove_device(number, now),
-                WorkerMessage::Update(update) => update(&mut self.shared),
-                WorkerMessage::Liveness(query) => query.answer(),
-                WorkerMessage::Shutdown => {
-                    self.end_devices();
-                    self.send_remote();
-                    return false;
-                }
+            }
+            WorkerMessage::Device { number, message } => self.deliver_to(number, message, now),
+            WorkerMessage::AddDevice(device) => self.add_device(*device, now),
+            WorkerMessage::RemoveDevice { number } => self.remove_device(number, now),
+            WorkerMessage::Update(update) => update(&mut self.shared),
+            WorkerMessage::Task(task) => task(self),
+            WorkerMessage::Liveness(query) => query.answer(),
+            WorkerMessage::Shutdown => {
+                self.end_devices();
+                self.send_remote();
+                return false;
             }
         }
         true

@@ -24,7 +24,7 @@ mod messages;
 #[cfg(test)]
 mod tests;
 
-pub use self::message::{Update, WorkerMessage, WorkerPort};
+pub use self::message::{Task, Update, WorkerMessage, WorkerPort};
 use crate::clock::Clock;
 use crate::device::{Context, Event, WorkerDevice};
 use crate::mailbox::{Mailbox, Sender};
@@ -121,6 +121,7 @@ pub struct Worker<D: WorkerDevice> {
     last_poll: Instant,
     /// The mailbox may have messages left.
     more_messages: bool,
+    is_paused: bool,
     active: VecDeque<u32>,
     deadlines: BTreeSet<(Instant, u32)>,
     /// Of the last wait; kept to reuse its allocation.
@@ -161,6 +162,7 @@ impl<D: WorkerDevice> Worker<D> {
             kicks_disabled: Vec::new(),
             last_poll: Instant::ZERO,
             more_messages: false,
+            is_paused: false,
             active: VecDeque::new(),
             deadlines: BTreeSet::new(),
             events: Events::default(),
@@ -176,6 +178,12 @@ impl<D: WorkerDevice> Worker<D> {
             armed: None,
         };
         self.devices.0.insert(number, slot);
+    }
+
+    /// Pauses the worker after the task that calls this, or lets it go on: while it is paused it handles
+    /// messages, those of devices too, and nothing else. Nothing is lost meanwhile.
+    pub fn set_paused(&mut self, is_paused: bool) {
+        self.is_paused = is_paused;
     }
 
     /// The clock of the worker and its devices.

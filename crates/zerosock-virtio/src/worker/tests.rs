@@ -121,6 +121,56 @@ fn an_event_goes_to_its_device_with_the_key_and_a_turn_follows() {
     assert_eq!(calls(&mut worker, 0), []);
 }
 
+#[test]
+fn a_paused_worker_handles_messages_in_order_and_nothing_else() {
+    let (sender, mut worker) = worker();
+    worker.add(TestDevice::new(0));
+    let event = eventfd(1, EventfdFlags::CLOEXEC).unwrap();
+    let token = Token {
+        device: 0,
+        kind: EventKind::new(14),
+        key: 77,
+    };
+    worker.poller.add(&event, token, Interest::Read).unwrap();
+    let note = |number| WorkerMessage::Device {
+        number: 0,
+        message: Note::Number(number),
+    };
+    let (seen, found) = std::sync::mpsc::channel();
+    let tell = move || {
+        let seen = seen.clone();
+        let task = move |worker: &mut Worker<TestDevice>| seen.send(calls(worker, 0)).unwrap();
+        WorkerMessage::Task(Box::new(task))
+    };
+    let pause = |is_paused| {
+        let task = move |worker: &mut Worker<TestDevice>| worker.set_paused(is_paused);
+        WorkerMessage::Task(Box::new(task))
+    };
+    for message in [
+        note(1),
+        pause(true),
+        note(2),
+        tell(),
+        note(3),
+        tell(),
+        pause(false),
+        note(4),
+    ] {
+        sender.send(message).unwrap();
+    }
+    while !worker.is_idle() || worker.has_messages() || readable(&worker) {
+        assert!(worker.step(Some(Duration::ZERO)).unwrap());
+    }
+    let found: Vec<_> = found.try_iter().collect();
+    assert_eq!(
+        found,
+        [vec![Call::Note(1), Call::Note(2)], vec![Call::Note(3)]]
+    );
+    let after = calls(&mut worker, 0);
+    assert_eq!(after.last(), Some(&Call::Turn));
+    assert!(after.contains(&Call::Note(4)) && after.contains(&Call::Event(77)));
+}
+
 const SIZE: usize = 64 << 10;
 
 #[test]

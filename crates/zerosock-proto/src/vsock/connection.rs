@@ -7,6 +7,7 @@ use super::event::{CloseReason, RefuseReason};
 use super::flow_id::FlowId;
 use super::messages::Messages;
 use super::ports::PortRef;
+use super::snapshot::{Reader, RestoreError, Writer};
 use super::state::{Directions, State};
 use crate::addr::Address;
 use crate::time::Instant;
@@ -144,6 +145,50 @@ impl ControlPackets {
             || self.credit_update
             || self.credit_request
     }
+
+    fn save(self, to: &mut Writer) {
+        to.bits([
+            self.rst,
+            self.no_socket,
+            self.request,
+            self.response,
+            self.moved,
+            self.credit_update,
+            self.credit_request,
+        ]);
+    }
+
+    /// Reads those that a connection in `state` can have.
+    fn load(from: &mut Reader<'_>, state: State) -> Result<ControlPackets, RestoreError> {
+        let [
+            rst,
+            no_socket,
+            request,
+            response,
+            moved,
+            credit_update,
+            credit_request,
+        ] = from.bits()?;
+        Ok(match state {
+            State::Closed => ControlPackets {
+                rst,
+                no_socket,
+                ..ControlPackets::default()
+            },
+            State::Connecting => ControlPackets {
+                request,
+                ..ControlPackets::default()
+            },
+            State::Established { .. } => ControlPackets {
+                response,
+                moved,
+                credit_update,
+                credit_request,
+                ..ControlPackets::default()
+            },
+            State::Listen | State::Incoming | State::Closing { .. } => ControlPackets::default(),
+        })
+    }
 }
 
 /// Events waiting to be polled: at most one of each kind.
@@ -160,10 +205,71 @@ impl PendingEvents {
     pub(crate) fn any(self) -> bool {
         self.incoming || self.connected || self.peer_shutdown || self.writable || self.end.is_some()
     }
+
+    /// Saves all but `incoming`.
+    fn save(self, to: &mut Writer) {
+        to.bits([self.connected, self.peer_shutdown, self.writable]);
+        let is_end = |end: End| ENDS.iter().position(|&it| it == end);
+        // None of them is not in the table.
+        to.count(self.end.and_then(is_end).map_or(0, |end| end + 1));
+    }
+
+    /// Reads those that a connection in `state` can have. An undecided one is reported again, because the decision
+    /// of the former caller is not known.
+    fn load(from: &mut Reader<'_>, state: State) -> Result<PendingEvents, RestoreError> {
+        let [connected, peer_shutdown, writable] = from.bits()?;
+        let end = match from.count()? {
+            0 => None,
+            end => Some(
+                *ENDS
+                    .get(end as usize - 1)
+                    .ok_or(RestoreError::Invalid("end"))?,
+            ),
+        };
+        Ok(match state {
+            State::Closed => PendingEvents {
+                connected,
+                end,
+                ..PendingEvents::default()
+            },
+            State::Incoming => PendingEvents {
+                incoming: true,
+                ..PendingEvents::default()
+            },
+            State::Established { .. } | State::Closing { .. } => PendingEvents {
+                connected,
+                peer_shutdown,
+                writable,
+                ..PendingEvents::default()
+            },
+            State::Listen | State::Connecting => PendingEvents::default(),
+        })
+    }
 }
 
+/// The ends by their number in a snapshot, less one.
+const ENDS: [End; 17] = [
+    End::Refused(RefuseReason::Reset),
+    End::Refused(RefuseReason::TimedOut),
+    End::Refused(RefuseReason::ProtocolError),
+    End::Refused(RefuseReason::TransportReset),
+    End::Refused(RefuseReason::LocalReset),
+    End::Closed(CloseReason::Finished),
+    End::Closed(CloseReason::PeerClosed),
+    End::Closed(CloseReason::PeerReset),
+    End::Closed(CloseReason::Superseded),
+    End::Closed(CloseReason::ProtocolError),
+    End::Closed(CloseReason::CreditExceeded),
+    End::Closed(CloseReason::MessageTooLong),
+    End::Closed(CloseReason::MessageFlood),
+    End::Closed(CloseReason::TimedOut),
+    End::Closed(CloseReason::TransportReset),
+    End::Closed(CloseReason::LocalReset),
+    End::Closed(CloseReason::Rejected),
+];
+
 /// How a connection ended.
-#[derive(Copy, Clone, Debug)]
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub(crate) enum End {
     Refused(RefuseReason),
     Closed(CloseReason),
@@ -198,6 +304,46 @@ pub(crate) struct SendQueue {
     /// Bytes in packets and not yet released by the caller.
     pub(crate) unreleased: u64,
 }
+
+impl SendQueue {
+    fn save(&self, to: &mut Writer) {
+        to.u64(self.front_message);
+        to.u64(self.unreleased);
+        to.u32s([self.front_offset]);
+        to.count(self.sends.len());
+        for send in &self.sends {
+            to.u32s([send.len, send.flags]);
+        }
+    }
+
+    fn load(from: &mut Reader<'_>) -> Result<SendQueue, RestoreError> {
+        let mut queue = SendQueue {
+            front_message: from.u64()?,
+            unreleased: from.u64()?,
+            ..SendQueue::default()
+        };
+        [queue.front_offset] = from.u32s()?;
+        for _ in 0..from.count()? {
+            let [len, flags] = from.u32s()?;
+            queue.sends.push_back(Queued { len, flags });
+            queue.unsent += u64::from(len);
+        }
+        let front = queue.sends.front().map_or(1, |send| send.len);
+        let is_valid = queue.front_offset < front
+            && queue.sends.iter().all(|send| send.len > 0)
+            && queue.front_message.max(queue.unreleased) <= MAX_RESTORED_COUNT;
+        if !is_valid {
+            return Err(RestoreError::Invalid("send queue"));
+        }
+        queue.unsent -= u64::from(queue.front_offset);
+        Ok(queue)
+    }
+}
+
+/// Most bytes of a coalesced send that is restored: more can be added.
+const MAX_RESTORED_COALESCED: u32 = 1 << 31;
+/// The largest count of messages or bytes that is restored: it can still grow.
+const MAX_RESTORED_COUNT: u64 = 1 << 62;
 
 /// Flags that few connections have.
 #[derive(Copy, Clone, Debug, Default)]
@@ -320,6 +466,100 @@ impl Connection {
             progress_pending: false,
             armed: None,
         }
+    }
+
+    pub(crate) fn save(&self, to: &mut Writer, now: Instant) {
+        to.address(self.key.local);
+        to.address(self.key.peer);
+        to.u8(self.socket_type as u8);
+        self.state.save(to);
+        self.rx.save(to);
+        self.tx.save(to);
+        if self.socket_type == SocketType::SeqPacket {
+            // One that was reset as stale has none.
+            let none = Messages::default();
+            self.messages.as_deref().unwrap_or(&none).save(to);
+        }
+        self.control.save(to);
+        self.pending.save(to);
+        to.bits([
+            self.shutdown_sent.receive,
+            self.shutdown_sent.send,
+            self.coalescing,
+            self.wants_credit,
+            self.rare.wants_space(),
+            self.rare.coalescing_enabled(),
+            self.delays_small,
+            self.delay_over,
+        ]);
+        to.bits([
+            self.credit_requested,
+            self.progress_pending,
+            self.queue.is_some(),
+        ]);
+        to.u8(self.delays_expired);
+        to.u32s([self.probe_wait, self.progress_base]);
+        to.time(now, self.probe_at);
+        to.time(now, self.deadline);
+        if let Some(queue) = &self.queue {
+            queue.save(to);
+        }
+    }
+
+    /// The connection, without its port and its timer.
+    pub(crate) fn load(from: &mut Reader<'_>, now: Instant) -> Result<Connection, RestoreError> {
+        let (local, peer) = (from.address()?, from.address()?);
+        let socket_type = match from.u8()? {
+            1 => SocketType::Stream,
+            2 => SocketType::SeqPacket,
+            _ => return Err(RestoreError::Invalid("socket type")),
+        };
+        let state = State::load(from)?;
+        let mut it = Connection::new(Key { local, peer }, socket_type, state, 0, 0, 0);
+        it.rx = RxCredit::load(from)?;
+        it.tx = TxCredit::load(from)?;
+        if let Some(messages) = &mut it.messages {
+            **messages = Messages::load(from)?;
+        }
+        it.control = ControlPackets::load(from, state)?;
+        it.pending = PendingEvents::load(from, state)?;
+        let (wants_space, coalescing_enabled, has_queue);
+        [
+            it.shutdown_sent.receive,
+            it.shutdown_sent.send,
+            it.coalescing,
+            it.wants_credit,
+            wants_space,
+            coalescing_enabled,
+            it.delays_small,
+            it.delay_over,
+        ] = from.bits()?;
+        it.rare.set_wants_space(wants_space);
+        it.rare.set_coalescing_enabled(coalescing_enabled);
+        [it.credit_requested, it.progress_pending, has_queue] = from.bits()?;
+        it.delays_expired = from.u8()?;
+        [it.probe_wait, it.progress_base] = from.u32s()?;
+        it.probe_at = from.time(now)?;
+        it.deadline = from.time(now)?;
+        if has_queue {
+            let queue = SendQueue::load(from)?;
+            it.has_queued = !queue.sends.is_empty();
+            it.queue = Some(Box::new(queue));
+        }
+        it.known_to_caller = match state {
+            State::Closed => it.pending.end.is_some(),
+            _ => state != State::Incoming,
+        };
+        if state == State::Closed && !it.control.rst && it.pending.end.is_none() {
+            return Err(RestoreError::Invalid("connection that has ended"));
+        }
+        let is_one_send = it.queue.as_ref().is_some_and(|queue| {
+            queue.sends.len() == 1 && queue.sends[0].len <= MAX_RESTORED_COALESCED
+        });
+        if it.coalescing && !(is_one_send && socket_type == SocketType::Stream) {
+            return Err(RestoreError::Invalid("coalesced send"));
+        }
+        Ok(it)
     }
 
     pub(crate) fn info(&self) -> FlowInfo {

@@ -6,6 +6,7 @@
 //! that a peer that shrinks its buffer with bytes in flight gets nothing instead of everything
 //! (CVE-2026-23069).
 
+use super::snapshot::{Reader, RestoreError, Writer};
 use crate::wire::vsock::MAX_PAYLOAD;
 
 /// Bytes of a receiver's buffer to count for each packet. Linux from 6.12.92 counts about 576 bytes
@@ -18,6 +19,9 @@ pub const PACKET_OVERHEAD: u32 = 640;
 /// (SO_RCVLOWAT) and a sender at the packet limit would wait for each other. The receive buffers of
 /// Linux guests hold 3.7 KB.
 pub const SMALL_PACKET: u32 = 2048;
+
+/// Most outstanding packets of a connection that is restored: fewer than can be counted.
+const MAX_RESTORED_PACKETS: u32 = 1 << 30;
 
 /// Number of epochs in which outstanding packets are counted, see [`TxCredit`].
 const EPOCHS: usize = 4;
@@ -95,6 +99,53 @@ impl TxCredit {
             full: [Epoch::default(); EPOCHS - 1],
             used: 0,
         }
+    }
+
+    /// Saves all but the reservations.
+    pub(crate) fn save(&self, to: &mut Writer) {
+        let Self {
+            peer_buf_alloc,
+            peer_fwd_cnt,
+            tx_cnt,
+            limit,
+            ..
+        } = *self;
+        to.u32s([peer_buf_alloc, peer_fwd_cnt, tx_cnt, limit, self.used]);
+        for epoch in self.full.iter().chain([&self.open]) {
+            to.u32s([epoch.end, epoch.packets]);
+        }
+    }
+
+    pub(crate) fn load(from: &mut Reader<'_>) -> Result<TxCredit, RestoreError> {
+        let [peer_buf_alloc, peer_fwd_cnt, tx_cnt, limit, used] = from.u32s()?;
+        let mut epochs = [Epoch::default(); EPOCHS];
+        for epoch in &mut epochs {
+            let [end, packets] = from.u32s()?;
+            *epoch = Epoch { end, packets };
+        }
+        let [full @ .., open] = epochs;
+        let valid = full.get(..used as usize);
+        let valid = valid.ok_or(RestoreError::Invalid("number of epochs"))?;
+        let packets = valid.iter().chain([&open]);
+        let packets = packets.fold(0, |sum: u32, epoch| sum.saturating_add(epoch.packets));
+        let most = match tx_cnt == peer_fwd_cnt {
+            true => 0,
+            false => MAX_RESTORED_PACKETS,
+        };
+        if packets > most {
+            return Err(RestoreError::Invalid("number of packets in flight"));
+        }
+        let mut credit = TxCredit {
+            peer_fwd_cnt,
+            tx_cnt,
+            packets,
+            open,
+            full,
+            used,
+            ..TxCredit::new(0, limit)
+        };
+        credit.set_peer_buf_alloc(peer_buf_alloc);
+        Ok(credit)
     }
 
     /// Updates the credit from a header of the peer. `buf_alloc` may grow and shrink; `fwd_cnt`
@@ -285,6 +336,16 @@ impl TxCredit {
         fits
     }
 
+    /// As [`reserve_whole`](Self::reserve_whole), for the rest of a message that was begun.
+    pub(crate) fn reserve_rest(&mut self, len: u32) -> bool {
+        let fits = self.free_bytes(self.limit()) >= len;
+        if fits {
+            self.reserved += len;
+            self.reserved_packets += 1;
+        }
+        fits
+    }
+
     /// Sends `len` of the bytes reserved for a message. [Cancel](Self::cancel) the rest at its end.
     pub(crate) fn send_part(&mut self, len: u32) {
         self.reserved = self.reserved.saturating_sub(len);
@@ -405,6 +466,28 @@ impl RxCredit {
             promised_end: first,
             waiting_step: 0,
         }
+    }
+
+    pub(crate) fn save(&self, to: &mut Writer) {
+        to.u32s([self.buf_alloc, self.update_threshold, self.fwd_cnt]);
+        let counts = [self.rx_cnt, self.announced, self.promised_end];
+        to.u32s(counts);
+        to.u32s([self.waiting_step]);
+    }
+
+    pub(crate) fn load(from: &mut Reader<'_>) -> Result<RxCredit, RestoreError> {
+        let [buf_alloc, update_threshold, fwd_cnt] = from.u32s()?;
+        let [rx_cnt, announced, promised_end] = from.u32s()?;
+        let [waiting_step] = from.u32s()?;
+        Ok(RxCredit {
+            buf_alloc,
+            update_threshold: update_threshold.max(1),
+            fwd_cnt,
+            rx_cnt,
+            announced,
+            promised_end,
+            waiting_step,
+        })
     }
 
     /// Our buffer, in bytes.

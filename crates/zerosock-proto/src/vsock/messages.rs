@@ -15,6 +15,8 @@
 //!   have been read. They are when the peer has consumed a byte sent after them, or has answered a
 //!   CREDIT_REQUEST sent after them; our receiver answers it when it has read them.
 
+use super::snapshot::{Reader, RestoreError, Writer};
+
 /// Most unread empty messages of a connection; the next one resets it.
 pub const MAX_UNREAD_EMPTY: u16 = 512;
 
@@ -36,6 +38,46 @@ pub(crate) enum Verdict {
 pub(crate) struct Messages {
     pub(crate) rx: RxMessages,
     pub(crate) tx: TxMessages,
+}
+
+impl Messages {
+    pub(crate) fn save(&self, to: &mut Writer) {
+        let (rx, tx) = (&self.rx, &self.tx);
+        to.bits([
+            rx.update_deferred,
+            tx.in_progress,
+            tx.wants_empty,
+            tx.request_sent,
+        ]);
+        let empty = [rx.empty.into(), tx.empty.into()];
+        to.u32s(empty);
+        to.u32s([rx.partial_len, tx.wanted, tx.last_empty_at]);
+    }
+
+    pub(crate) fn load(from: &mut Reader<'_>) -> Result<Messages, RestoreError> {
+        let [update_deferred, in_progress, wants_empty, request_sent] = from.bits()?;
+        let [rx_empty, tx_empty] = from.u32s()?;
+        let [partial_len, wanted, last_empty_at] = from.u32s()?;
+        let bounded = |empty: u32, most: u16| {
+            let empty = u16::try_from(empty).ok().filter(|&empty| empty <= most);
+            empty.ok_or(RestoreError::Invalid("number of empty messages"))
+        };
+        Ok(Messages {
+            rx: RxMessages {
+                partial_len,
+                empty: bounded(rx_empty, MAX_UNREAD_EMPTY)?,
+                update_deferred,
+            },
+            tx: TxMessages {
+                in_progress,
+                wanted,
+                wants_empty,
+                empty: bounded(tx_empty, MAX_SENT_EMPTY)?,
+                last_empty_at,
+                request_sent,
+            },
+        })
+    }
 }
 
 /// The incoming half.

@@ -14,6 +14,7 @@ pub mod flow_log;
 pub mod messages;
 pub mod pairs;
 pub mod ports;
+pub mod snapshot;
 pub mod state;
 
 pub use config::{LocalCids, Role, ShardConfig};
@@ -28,4 +29,5 @@ pub use flow_id::FlowId;
 pub use flow_log::{FlowLog, LoggedFlow};
 pub use pairs::QueuePairs;
 pub use ports::PortTable;
+pub use snapshot::RestoreError;
 pub use state::{Directions, State};

@@ -5,6 +5,7 @@
 //! The rules are Linux's; the test beside the table has every cell, written by hand.
 
 use super::event::{CloseReason, DropReason, RefuseReason};
+use super::snapshot::{Reader, RestoreError, Writer};
 
 /// Directions of a connection, seen from the side that shuts them down.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug, Default)]
@@ -96,6 +97,36 @@ impl State {
         local: Directions::NONE,
         peer: Directions::NONE,
     };
+
+    pub(crate) fn save(self, to: &mut Writer) {
+        let (state, local, peer) = match self {
+            State::Listen | State::Closed => (0, Directions::NONE, Directions::NONE),
+            State::Connecting => (1, Directions::NONE, Directions::NONE),
+            State::Incoming => (2, Directions::NONE, Directions::NONE),
+            State::Established { local, peer } => (3, local, peer),
+            State::Closing { peer } => (4, Directions::BOTH, peer),
+        };
+        to.u8(state);
+        to.bits([local.receive, local.send, peer.receive, peer.send]);
+    }
+
+    pub(crate) fn load(from: &mut Reader<'_>) -> Result<State, RestoreError> {
+        let state = from.u8()?;
+        let [receive, send, peer_receive, peer_send] = from.bits()?;
+        let local = Directions { receive, send };
+        let peer = Directions {
+            receive: peer_receive,
+            send: peer_send,
+        };
+        Ok(match state {
+            0 => State::Closed,
+            1 => State::Connecting,
+            2 => State::Incoming,
+            3 => State::Established { local, peer },
+            4 => State::Closing { peer },
+            _ => return Err(RestoreError::Invalid("state")),
+        })
+    }
 }
 
 /// What can happen to a connection.

@@ -15,7 +15,8 @@
 use core::hash::BuildHasher;
 
 use super::Shard;
-use crate::vsock::connection::Key;
+use super::table::NO_ENTRY;
+use crate::vsock::connection::{Connection, Key};
 use crate::vsock::flow_log::{FlowLog, LoggedFlow, Logging};
 use crate::vsock::state::State;
 
@@ -30,14 +31,25 @@ impl<S: BuildHasher> Shard<S> {
     /// ended, it waits until its RST is sent. A REQUEST or RST of the peer with its addresses cancels that RST,
     /// and [`connect`](Self::connect) from these addresses sends it first.
     ///
-    /// Returns false, and clears the entry, if there is no memory for it or the limit of connections is
-    /// reached, or if a connection has these addresses already. To be called before the first packet.
+    /// Returns false if no connection is reset: a [restored](Self::restore) one has these addresses, and the entry
+    /// is its own from now on; or another one has them, there is no memory, or the limit of connections is reached,
+    /// and the entry is cleared. To be called before the first packet.
     pub fn reset_stale(&mut self, entry: u32, flow: LoggedFlow) -> bool {
         let key = Key {
             local: flow.local,
             peer: flow.peer,
         };
-        if self.table.look_up(&key).is_some() || !self.has_memory() {
+        let found = self.table.look_up(&key);
+        let slot = found.and_then(|index| self.table.slots.get_mut(index as usize));
+        let has_type = |it: &Connection| it.socket_type == flow.socket_type;
+        if let Some(slot) = slot
+            && slot.log_entry == NO_ENTRY
+            && slot.connection.as_ref().is_some_and(has_type)
+        {
+            slot.log_entry = entry;
+            return false;
+        }
+        if found.is_some() || !self.has_memory_for(1) {
             if let Some(logging) = &mut self.logging {
                 logging.log.clear(entry);
             }
@@ -55,6 +67,20 @@ impl<S: BuildHasher> Shard<S> {
         true
     }
 
+    /// Writes down the [restored](Self::restore) connections that are not in the log, after the last
+    /// [`reset_stale`](Self::reset_stale) and before the first packet. A log that is full has no entry for them: then
+    /// a later successor does not reset them.
+    pub fn finish_restore(&mut self) {
+        for index in 0..self.table.slots.len() {
+            let slot = &self.table.slots[index];
+            let is_missing = slot.connection.is_some() && slot.log_entry == NO_ENTRY;
+            let log = self.logging.as_ref();
+            if is_missing && log.is_some_and(|logging| !logging.log.is_full()) {
+                self.log_opened(index as u32);
+            }
+        }
+    }
+
     /// The peer can see all packets returned so far by `poll_transmit`, `commit` and `send_now`, and will see
     /// them even if this process dies. Only a shard with a log needs this call.
     pub fn handle_published(&mut self) {
@@ -69,11 +95,11 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Whether the limit and the memory allow another connection, apart from its entry.
-    fn has_memory(&mut self) -> bool {
-        let ends = self.table.occupied() + 1;
-        self.ports.occupied() < self.config.max_connections
-            && self.table.reserve_one()
+    /// Whether the limit and the memory allow `count` more connections, apart from their entries.
+    pub(super) fn has_memory_for(&mut self, count: usize) -> bool {
+        let ends = self.table.occupied() + count;
+        self.ports.occupied().saturating_add(count) <= self.config.max_connections
+            && self.table.reserve(count)
             && self
                 .logging
                 .as_mut()
@@ -83,7 +109,7 @@ impl<S: BuildHasher> Shard<S> {
     /// Whether the limit, the memory and the log allow another connection.
     pub(super) fn can_open(&mut self) -> bool {
         let logging = self.logging.as_ref();
-        !logging.is_some_and(|logging| logging.log.is_full()) && self.has_memory()
+        !logging.is_some_and(|logging| logging.log.is_full()) && self.has_memory_for(1)
     }
 
     /// Writes down the connection in a slot.
@@ -103,8 +129,8 @@ impl<S: BuildHasher> Shard<S> {
         let entry = self.table.slots[index as usize].log_entry;
         self.table.free(index);
         match &mut self.logging {
-            Some(logging) => logging.ended.push(entry),
-            None => self.ports.vacate(1),
+            Some(logging) if entry != NO_ENTRY => logging.ended.push(entry),
+            _ => self.ports.vacate(1),
         }
     }
 }

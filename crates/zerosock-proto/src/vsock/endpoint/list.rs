@@ -23,6 +23,10 @@ pub(super) struct Link {
 }
 
 impl Link {
+    pub(super) fn next(self) -> Option<u32> {
+        (self.next != NIL).then_some(self.next)
+    }
+
     #[inline]
     fn is_member(self) -> bool {
         self.prev != UNLINKED
@@ -41,6 +45,9 @@ impl Default for Link {
 /// An entry of the slab, with its links in each list.
 pub(super) trait Linked {
     fn links(&mut self) -> &mut [Link; LISTS];
+
+    /// The next entry of the list `L`.
+    fn next<const L: usize>(&self) -> Option<u32>;
 }
 
 /// A first-in, first-out list.
@@ -60,6 +67,11 @@ impl<const L: usize> List<L> {
 
     pub(super) fn front(&self) -> Option<u32> {
         (self.head != NIL).then_some(self.head)
+    }
+
+    /// The connections, in order.
+    pub(super) fn members(&self, slots: &[impl Linked]) -> impl Iterator<Item = u32> {
+        core::iter::successors(self.front(), |&index| slots[index as usize].next::<L>())
     }
 
     /// Appends a connection; one that is in the list keeps its position.
@@ -139,6 +151,8 @@ mod tests {
                     }
                 }
                 prop_assert_eq!(list.front(), oracle.front().copied());
+                let members: Vec<u32> = list.members(&slots).collect();
+                prop_assert_eq!(members, Vec::from(oracle.clone()));
             }
         }
     }

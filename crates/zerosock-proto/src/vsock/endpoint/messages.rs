@@ -175,6 +175,22 @@ impl<S: BuildHasher> Shard<S> {
         Ok(header)
     }
 
+    /// Continues a message that was begun in place before [`save`](Shard::save), of which `remaining` bytes were
+    /// not committed. `None`: the connection has no such message, or lacks credit for the rest: reset it. To be
+    /// called once for each connection that the former caller had a begun message of; others of the
+    /// connection wait until it is complete.
+    pub fn resume_message(&mut self, flow: FlowId, remaining: u32) -> Option<MessageReservation> {
+        let connection = self.table.get_mut(flow)?;
+        let resumes = connection.message_in_progress()
+            && !connection.tx.has_reserved()
+            && connection.tx.reserve_rest(remaining);
+        resumes.then_some(MessageReservation {
+            flow,
+            remaining,
+            begun: true,
+        })
+    }
+
     /// Releases a message of which no part was sent.
     pub fn cancel_message(&mut self, reservation: MessageReservation) {
         if let Some(connection) = self.table.get_mut(reservation.flow) {

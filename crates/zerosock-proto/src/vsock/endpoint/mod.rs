@@ -12,6 +12,7 @@
 //! # Files
 //! `receive` handles packets, `commands` and `messages` the calls of the caller, `coalescing` small
 //! packets, `transmit` returns headers, events and timers, `closing` ends connections, `flow_log` writes them down,
+//! `snapshot` hands them to a successor,
 //! `table` and `list` store them.
 
 mod closing;
@@ -24,6 +25,7 @@ mod flow_log;
 mod list;
 mod messages;
 mod receive;
+mod snapshot;
 mod stats;
 mod table;
 mod transmit;

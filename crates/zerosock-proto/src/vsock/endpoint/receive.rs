@@ -3,7 +3,7 @@
 use core::hash::BuildHasher;
 
 use super::Shard;
-use crate::addr::Cid;
+use crate::addr::{Address, Cid};
 use crate::time::Instant;
 use crate::vsock::config::Role;
 use crate::vsock::connection::{Connection, Key};
@@ -11,7 +11,9 @@ use crate::vsock::event::{CloseReason, Disposition, DropReason, RefuseReason};
 use crate::vsock::messages::Verdict;
 use crate::vsock::ports::Admission;
 use crate::vsock::state::{Action, Directions, Input, State, transition};
-use crate::wire::vsock::{Op, Repr, SEQ_EOM, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, SocketType};
+use crate::wire::vsock::{
+    Op, Repr, SEQ_EOM, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, SocketType, WireType,
+};
 
 impl<S: BuildHasher> Shard<S> {
     /// Handles the header of a packet that arrived. The payload, `header.len` bytes, stays with the
@@ -402,22 +404,27 @@ impl<S: BuildHasher> Shard<S> {
     /// answered.
     fn reset_packet(&mut self, header: &Repr, reason: DropReason) -> Disposition {
         if header.op.known() != Some(Op::Rst) {
-            if self.resets.len() < self.config.max_pending_resets {
-                self.resets.push_back(Repr {
-                    src: header.dst,
-                    dst: header.src,
-                    len: 0,
-                    socket_type: header.socket_type,
-                    op: Op::Rst.into(),
-                    flags: 0,
-                    buf_alloc: 0,
-                    fwd_cnt: 0,
-                });
-            } else {
-                self.stats.resets_lost += 1;
-            }
+            self.push_reset(header.dst, header.src, header.socket_type);
         }
         Disposition::Dropped(reason)
+    }
+
+    /// Queues an RST that belongs to no connection.
+    pub(super) fn push_reset(&mut self, src: Address, dst: Address, socket_type: WireType) {
+        if self.resets.len() >= self.config.max_pending_resets {
+            self.stats.resets_lost += 1;
+            return;
+        }
+        self.resets.push_back(Repr {
+            src,
+            dst,
+            len: 0,
+            socket_type,
+            op: Op::Rst.into(),
+            flags: 0,
+            buf_alloc: 0,
+            fwd_cnt: 0,
+        });
     }
 
     /// Whether we accept connections to `cid`.

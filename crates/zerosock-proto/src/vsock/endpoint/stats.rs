@@ -10,7 +10,7 @@ pub struct ShardStats {
     pub delivered_bytes: u64,
     /// Payload bytes sent.
     pub sent_bytes: u64,
-    /// Connections begun by either side.
+    /// Connections begun by either side, restored ones included.
     pub opened: u64,
     /// Connections ended, failed attempts included.
     pub closed: u64,

@@ -17,6 +17,8 @@ use crate::vsock::connection::{Connection, Key};
 use crate::vsock::flow_id::FlowId;
 use crate::vsock::state::State;
 
+/// As `log_entry`: the connection is not in the log.
+pub(super) const NO_ENTRY: u32 = u32::MAX;
 /// Index of no slot: a slab never grows so far.
 const NO_SLOT: u32 = u32::MAX;
 /// Most slots that the slab keeps memory for when none is taken.
@@ -26,7 +28,7 @@ const KEPT_SLOTS: usize = 1024;
 #[derive(Debug)]
 pub(super) struct Slot<C = Connection> {
     pub(super) generation: u32,
-    /// The connection's entry in the log, if the shard has a log.
+    /// The connection's entry in the log, or [`NO_ENTRY`].
     pub(super) log_entry: u32,
     links: [Link; LISTS],
     pub(super) connection: Option<C>,
@@ -36,7 +38,7 @@ impl<C> Slot<C> {
     pub(super) fn vacant() -> Slot<C> {
         Slot {
             generation: 0,
-            log_entry: 0,
+            log_entry: NO_ENTRY,
             links: [Link::default(); LISTS],
             connection: None,
         }
@@ -47,6 +49,10 @@ impl<C> Linked for Slot<C> {
     #[inline]
     fn links(&mut self) -> &mut [Link; LISTS] {
         &mut self.links
+    }
+
+    fn next<const L: usize>(&self) -> Option<u32> {
+        self.links[L].next()
     }
 }
 
@@ -121,18 +127,18 @@ impl<S: BuildHasher> Table<S> {
         Some((flow, slot.connection.as_mut()?))
     }
 
-    /// Reserves memory for one more connection. False: there is none.
-    pub(super) fn reserve_one(&mut self) -> bool {
+    /// Reserves memory for `count` more connections. False: there is none.
+    pub(super) fn reserve(&mut self, count: usize) -> bool {
         let (slots, hasher) = (&self.slots, &self.hasher);
         let others = |&other: &u32| match &slots[other as usize].connection {
             Some(connection) => hasher.hash_one(connection.key),
             None => 0,
         };
-        self.map.try_reserve(1, others).is_ok()
-            && (!self.free.is_empty()
+        self.map.try_reserve(count, others).is_ok()
+            && (self.free.len() >= count
                 // All slots may be free at once.
-                || self.slots.try_reserve(1).is_ok()
-                    && self.free.try_reserve(self.slots.len() + 1).is_ok())
+                || self.slots.try_reserve(count).is_ok()
+                    && self.free.try_reserve(self.slots.len() + count).is_ok())
     }
 
     /// Inserts a connection, which can be found from now on; returns its slot.
@@ -149,6 +155,7 @@ impl<S: BuildHasher> Table<S> {
         self.generation = self.generation.wrapping_add(1);
         let slot = &mut self.slots[index as usize];
         slot.generation = self.generation;
+        slot.log_entry = NO_ENTRY;
         slot.connection = Some(connection);
         let (slots, hasher) = (&self.slots, &self.hasher);
         let hash = hasher.hash_one(key);

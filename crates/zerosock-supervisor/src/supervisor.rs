@@ -261,11 +261,10 @@ impl Supervisor {
 
     /// Ends the process that was to take over, if there is one. The worker process goes on.
     fn cancel_upgrade(&mut self, worker: &mut Worker, reason: &str) {
-        if let Some(mut upgrade) = self.upgrade.take() {
+        if let Some(upgrade) = self.upgrade.take() {
             error!("the upgrade has failed, the worker process goes on: {reason}");
-            self.closer.close(upgrade.worker.socket.take());
             let has_given = upgrade.has_given();
-            upgrade.worker.retire();
+            upgrade.worker.retire(&self.closer);
             if has_given {
                 self.resume(worker);
             }
@@ -304,9 +303,7 @@ impl Supervisor {
                 let Some(upgrade) = self.upgrade.take() else {
                     return;
                 };
-                let mut former = std::mem::replace(worker, upgrade.worker);
-                self.closer.close(former.socket.take());
-                former.retire();
+                std::mem::replace(worker, upgrade.worker).retire(&self.closer);
                 self.executable = Some(upgrade.executable);
                 self.remove_handover();
                 info!("process {} has taken over", worker.child.id());

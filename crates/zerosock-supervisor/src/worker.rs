@@ -13,6 +13,7 @@ use rustix::io::Errno;
 use rustix::net::SendFlags;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
+use crate::background::Closer;
 use crate::message::{Operation, encode};
 use crate::socket;
 use crate::store::{Store, Value};
@@ -143,9 +144,11 @@ impl Worker {
         Ok(socket::send(socket, &datagram, &[], SendFlags::DONTWAIT)?)
     }
 
-    /// Kills it, and lets a thread wait for its end: freeing the memory of guests takes time.
-    pub(crate) fn retire(mut self) {
+    /// Kills it, and lets a thread wait for its end: freeing the memory of guests takes time. Nothing of it
+    /// runs any more when this returns, so it does not see the end of its connection to this process.
+    pub(crate) fn retire(mut self, closer: &Closer) {
         self.kill();
+        closer.close(self.socket.take());
         let wait = move || drop(self.child.wait());
         // Without a thread a process that has ended stays in the list of processes.
         let _ = Builder::new().name("reaper".into()).spawn(wait);

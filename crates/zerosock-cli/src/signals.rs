@@ -46,6 +46,8 @@ pub(crate) enum Wake {
     Hangup,
     /// SIGUSR1, at least once.
     User,
+    /// SIGUSR2, at least once, if it is caught.
+    Upgrade,
     /// The other descriptor is readable.
     Other,
     /// The timeout.
@@ -63,6 +65,8 @@ pub(crate) struct Signals {
     /// Set when SIGHUP is caught; otherwise it has its default effect.
     hangup: Option<UnixStream>,
     user: UnixStream,
+    /// Set when SIGUSR2 is caught; otherwise it has no effect.
+    upgrade: Option<UnixStream>,
     /// Set while SIGTERM and SIGINT have their default effect, as after the first of them.
     asked_before: Arc<AtomicBool>,
 }
@@ -97,6 +101,7 @@ impl Signals {
             interrupt: watch(SIGINT)?,
             hangup: None,
             user: catch_repeated(SIGUSR1)?,
+            upgrade: None,
             asked_before,
         })
     }
@@ -112,6 +117,12 @@ impl Signals {
         Ok(())
     }
 
+    /// Catches SIGUSR2 as well.
+    pub(crate) fn catch_upgrade(&mut self) -> io::Result<()> {
+        self.upgrade = Some(catch_repeated(SIGUSR2)?);
+        Ok(())
+    }
+
     /// Waits for a signal that ends the process, and returns its name, or for `over` to become readable.
     /// Calls `report` at each SIGUSR1.
     pub(crate) fn wait_for_end(
@@ -124,7 +135,7 @@ impl Signals {
                 Wake::Signal(name) => return Ok(Some(name)),
                 Wake::Other => return Ok(None),
                 Wake::User => report(),
-                Wake::Hangup | Wake::TimeIsUp => {}
+                Wake::Hangup | Wake::Upgrade | Wake::TimeIsUp => {}
             }
         }
     }
@@ -146,7 +157,11 @@ impl Signals {
             PollFd::new(&self.interrupt, PollFlags::IN),
             PollFd::from_borrowed_fd(other, PollFlags::IN),
         ];
-        let repeated = [self.hangup.as_ref(), Some(&self.user)];
+        let repeated = [
+            self.hangup.as_ref(),
+            Some(&self.user),
+            self.upgrade.as_ref(),
+        ];
         for socket in repeated.into_iter().flatten() {
             watched.push(PollFd::new(socket, PollFlags::IN));
         }
@@ -158,7 +173,7 @@ impl Signals {
         let mut came = watched.iter().map(|fd| !fd.revents().is_empty());
         let mut came = || came.next().unwrap_or(false);
         let (terminate, interrupt, other) = (came(), came(), came());
-        let [hangup, user] = repeated.map(|socket| {
+        let [hangup, user, upgrade] = repeated.map(|socket| {
             let caught = socket.filter(|_| came());
             // Several signals are one request.
             caught.is_some_and(|mut socket| {
@@ -166,12 +181,13 @@ impl Signals {
                 true
             })
         });
-        Ok(match (terminate, interrupt, other, hangup, user) {
-            (true, ..) => Wake::Signal("SIGTERM"),
-            (_, true, ..) => Wake::Signal("SIGINT"),
-            (_, _, true, ..) => Wake::Other,
-            (_, _, _, true, _) => Wake::Hangup,
-            (_, _, _, _, true) => Wake::User,
+        Ok(match () {
+            _ if terminate => Wake::Signal("SIGTERM"),
+            _ if interrupt => Wake::Signal("SIGINT"),
+            _ if other => Wake::Other,
+            _ if hangup => Wake::Hangup,
+            _ if user => Wake::User,
+            _ if upgrade => Wake::Upgrade,
             _ => Wake::TimeIsUp,
         })
     }

@@ -4,6 +4,8 @@
 //! # Entries
 //! - `listen/N`: a listening socket, by its number in the kernel.
 //! - `vm/CID/state`: the memory of the device that outlives this process.
+//! - `handover/CID/PAIR`, for a process that takes over from one that has paused: what it has saved of a
+//!   queue pair (`SavedQueuePair`), in a memory file; `handover/CID/PAIR/N`: the descriptors of it.
 //! - `vm/CID/front`: the connection of the front-end; `vm/CID/front/pending` and
 //!   `vm/CID/front/REQUEST/INDEX`: its journal (`journal`).
 //!
@@ -17,17 +19,24 @@ mod journal;
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{self, Read, Seek};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::fs::fstat;
-use zerosock::daemon::Succession;
+use tracing::error;
+use zerosock::daemon::{Daemon, Keep, SavedQueuePair, Succession};
 use zerosock::forward::ListenAddress;
-use zerosock_supervisor::{Batch, Client, Config, Entry, Error, Supervisor};
-use zerosock_sys::PeerFd;
+use zerosock_supervisor::{
+    Batch, Client, Config, Entry, Error, HANDOVER_PREFIX, MAX_FDS, Supervisor,
+};
+use zerosock_sys::{PeerFd, memfd};
 use zerosock_vhost_user::journal::{Record, RestoredFrontend, VmJournal};
 
 use self::connection::send;
@@ -61,10 +70,22 @@ struct PredecessorVm {
     front: Option<PeerFd>,
     pending: Option<Record>,
     kept: Vec<Record>,
+    saved: BTreeMap<u16, SavedPair>,
+}
+
+/// What a paused process has saved of a queue pair.
+#[derive(Debug, Default)]
+struct SavedPair {
+    bytes: Vec<u8>,
+    /// By their number.
+    fds: BTreeMap<u32, Vec<OwnedFd>>,
 }
 
 /// How long a worker process may show no progress: longer than a reload takes.
 const ALIVE_LIMIT: Duration = Duration::from_secs(30);
+
+/// Most bytes of a queue pair's saved connections: more than a device may copy for stalled ones.
+const MAX_SAVED: u64 = 1 << 30;
 
 /// A predecessor has left something, and this process does not serve yet.
 static IS_TAKING_OVER: AtomicBool = AtomicBool::new(false);
@@ -85,8 +106,9 @@ pub(crate) fn begin() -> Result<Predecessor, Error> {
     if !Client::is_supervised() {
         return Ok(Predecessor::default());
     }
+    // The name of an executable that is open is that of its descriptor.
+    let _ = rustix::thread::set_name(c"zerosock");
     let (client, entries) = Client::take()?;
-    connection::set(client);
     // Without unwinding, which would close the connections of all VMs.
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -95,6 +117,9 @@ pub(crate) fn begin() -> Result<Predecessor, Error> {
     }));
     let mut predecessor = Predecessor::default();
     entries.into_iter().for_each(|entry| predecessor.add(entry));
+    predecessor.check()?;
+    client.take_over()?;
+    connection::set(client);
     let has_predecessor =
         !predecessor.vms.is_empty() || predecessor.listeners.iter().any(|it| it.is_made);
     IS_TAKING_OVER.store(has_predecessor, Ordering::Relaxed);
@@ -104,9 +129,49 @@ pub(crate) fn begin() -> Result<Predecessor, Error> {
 /// Ends this process at once, if it has a supervisor, without closing any connection.
 pub(crate) fn leave_to_successor() {
     if supervisor().is_some() {
-        tracing::error!("a worker thread has ended: another process takes over");
+        error!("a worker thread has ended: another process takes over");
         std::process::abort();
     }
+}
+
+/// Pauses the daemon, and lets another process continue what it serves; the daemon goes on if that one does
+/// not. Without a supervisor nothing is done.
+pub(crate) fn hand_over(daemon: &Daemon) {
+    let Some(client) = supervisor() else {
+        return;
+    };
+    let keep: Keep = Arc::new(|cid, pair, bytes, fds| {
+        let key = format!("{HANDOVER_PREFIX}{}/{pair}", cid.get());
+        let file = memfd::create("zerosock-saved", bytes.len() as u64, false);
+        let written = file.and_then(|file| {
+            File::from(file.try_clone()?).write_all_at(bytes, 0)?;
+            Ok(file)
+        });
+        match written {
+            Ok(file) => drop(send(
+                &key,
+                &Batch::default().put(&key, &[], &[file.as_fd()]),
+            )),
+            Err(error) => error!(key, %error, "cannot save connections"),
+        }
+        for (number, fds) in fds.chunks(MAX_FDS).enumerate() {
+            let key = format!("{key}/{number}");
+            send(&key, &Batch::default().put(&key, &[], fds));
+        }
+    });
+    let begin = Instant::now();
+    match daemon.pause(&keep) {
+        Ok(_paused) => {
+            if let Err(error) = client.hand_over() {
+                // Another process may have taken over already.
+                error!(%error, "not handed over, and the supervisor has gone");
+                std::process::abort();
+            }
+            error!(paused = ?begin.elapsed(), "not handed over: this process goes on");
+        }
+        Err(error) => error!(%error, "not handed over: this process goes on"),
+    }
+    remove(HANDOVER_PREFIX);
 }
 
 /// Says that this process ends on purpose.
@@ -123,6 +188,7 @@ pub(crate) fn supervise(passed: Vec<Listener>) -> Result<i32, Failure> {
     let run = || -> Result<i32, Error> {
         let config = Config {
             alive_limit: ALIVE_LIMIT,
+            upgrade: std::env::current_exe().ok(),
             ..Config::new("/proc/self/exe", std::env::args_os().collect())
         };
         let mut supervisor = Supervisor::new(config)?;
@@ -144,6 +210,21 @@ impl Predecessor {
                 let listener = fds.into_iter().next();
                 let listener = listener.and_then(|socket| decode_listener(&bytes, socket));
                 self.listeners.extend(listener);
+            }
+            ["handover", cid, pair, ref rest @ ..] => {
+                let (Ok(cid), Ok(pair)) = (cid.parse(), pair.parse()) else {
+                    return;
+                };
+                let vm = self.vms.entry(cid).or_default();
+                let saved = vm.saved.entry(pair).or_default();
+                match rest {
+                    [] => saved.bytes = fds.into_iter().next().map(read).unwrap_or_default(),
+                    [number] => {
+                        let Ok(number) = number.parse() else { return };
+                        saved.fds.insert(number, fds);
+                    }
+                    _ => {}
+                }
             }
             ["vm", cid, "state"] => {
                 let Ok(cid) = cid.parse() else { return };
@@ -169,12 +250,32 @@ impl Predecessor {
         }
     }
 
+    /// Checks what a paused process has saved, before it is too late to let that one go on.
+    fn check(&self) -> Result<(), Error> {
+        for (cid, vm) in &self.vms {
+            for (pair, saved) in &vm.saved {
+                let checked = SavedQueuePair::check(&saved.bytes);
+                checked.map_err(|reason| {
+                    let text = format!("what is saved of CID {cid}, queue pair {pair}: {reason}");
+                    Error::System(io::Error::other(text))
+                })?;
+            }
+        }
+        Ok(())
+    }
+
     /// What the VM with this CID leaves to a successor, and what a predecessor has left of it; `None`
     /// without a supervisor.
     pub(crate) fn succession(&mut self, cid: u32) -> Option<Succession> {
         supervisor()?;
         let mut vm = self.vms.remove(&cid).unwrap_or_default();
         let state = vm.state.take();
+        let saved = std::mem::take(&mut vm.saved).into_iter();
+        let saved = saved.map(|(pair, saved)| SavedQueuePair {
+            pair,
+            bytes: saved.bytes,
+            fds: saved.fds.into_values().flatten().collect(),
+        });
         let restored = vm.front.map(|socket| RestoredFrontend {
             socket,
             next_number: journal::random(),
@@ -185,6 +286,7 @@ impl Predecessor {
         Some(Succession {
             journal: VmJournal { writer, restored },
             state,
+            saved: saved.collect(),
             keep_state: Box::new(move |file| {
                 let key = format!("vm/{cid}/state");
                 send(&key, &Batch::default().put(&key, &[], &[file]));
@@ -197,6 +299,17 @@ impl Predecessor {
         for cid in self.vms.into_keys() {
             remove(&format!("vm/{cid}"));
         }
+    }
+}
+
+/// Reads a memory file; empty if that is not possible.
+fn read(file: OwnedFd) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let file = File::from(file);
+    let start = (&file).rewind();
+    match start.and_then(|()| file.take(MAX_SAVED).read_to_end(&mut bytes)) {
+        Ok(_) => bytes,
+        Err(_) => Vec::new(),
     }
 }
 

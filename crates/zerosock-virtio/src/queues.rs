@@ -289,6 +289,16 @@ impl<R: Rings> QueueSet<R> {
         }
     }
 
+    /// Where each queue was stopped; `None`, or less entries: the device has not stopped it.
+    pub fn stops(&self) -> &[Option<u16>] {
+        &self.stopped_at
+    }
+
+    /// Sets where another process has stopped each queue.
+    pub fn set_stops(&mut self, stops: Vec<Option<u16>>) {
+        self.stopped_at = stops;
+    }
+
     pub(crate) fn stopped_at(&mut self, index: u16) -> &mut Option<u16> {
         let index = usize::from(index);
         if self.stopped_at.len() <= index {

@@ -7,11 +7,12 @@ pub use crate::control::attach::directory::RegisteredEndpoint;
 use crate::control::attach::{AttachConfig, Process};
 use crate::control::config::system;
 pub use crate::control::config::{
-    CONNECT_TIMEOUT, HostSide, HybridMessages, Reload, ReloadError, STOPPED_TIMEOUT, StartError,
-    Succession, VmConfig,
+    CONNECT_TIMEOUT, HostSide, HybridMessages, Reload, ReloadError, STOPPED_TIMEOUT,
+    SavedQueuePair, StartError, Succession, VmConfig,
 };
 pub use crate::control::guest::key::{GuestKey, KeyError};
 pub use crate::control::guest::options::GuestEndpoints;
+pub use crate::control::pause::{Keep, PauseError, Paused};
 use crate::control::shares::MemoryLimits;
 pub use crate::control::shares::Shares;
 use crate::control::{self, ControlPlane, Setup, WantedRules};
@@ -313,6 +314,20 @@ impl Daemon {
     /// [`ReloadError`]; the daemon is unchanged.
     pub fn reload(&self, reload: Reload) -> Result<(), ReloadError> {
         self.control_plane.reload(reload)
+    }
+
+    /// Stops all threads between two steps, and passes what another process needs to continue the VMs with a
+    /// [`Succession`] on to `keep`: a [`SavedQueuePair`] each. That process may go on with them once this one
+    /// is killed; otherwise, drop the value that is returned.
+    ///
+    /// Front-ends, guests and host programs wait meanwhile. Connections of attached processes, of guest
+    /// endpoints and some others are not passed on: the other process resets them.
+    ///
+    /// # Errors
+    /// [`PauseError`]; the daemon goes on.
+    pub fn pause(&self, keep: &Keep) -> Result<Paused, PauseError> {
+        let workers = self.workers.iter().map(|(sender, _)| sender.clone());
+        self.control_plane.pause(workers.collect(), keep)
     }
 
     /// Readable if a worker has ended without [`shutdown`](Daemon::shutdown). Its VMs have lost their

@@ -190,7 +190,7 @@ fn wait_or_signal(signals: &Signals, other: impl AsFd, deadline: Deadline) -> io
             Wake::Signal(_) => return Err(io::ErrorKind::Interrupted.into()),
             Wake::Other => return Ok(true),
             _ if deadline.is_over() => return Ok(false),
-            Wake::TimeIsUp | Wake::Hangup | Wake::User => {}
+            Wake::TimeIsUp | Wake::Hangup | Wake::User | Wake::Upgrade => {}
         }
     }
 }

@@ -31,7 +31,7 @@ pub(crate) mod vm;
 mod watchdog;
 
 use sd_notify::NotifyState;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 use zerosock::daemon::Daemon;
 use zerosock_supervisor::Client;
 
@@ -74,6 +74,9 @@ pub(crate) fn main(args: ServeArgs) -> Result<(), Failure> {
 fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     let mut signals = Signals::catch().map_err(ServeError::Signals)?;
     signals.catch_hangup().map_err(ServeError::Signals)?;
+    if Client::is_supervised() {
+        signals.catch_upgrade().map_err(ServeError::Signals)?;
+    }
     let raised = raise_descriptor_limit();
     let mut predecessor = supervised::begin()?;
     let left = std::mem::take(&mut predecessor.listeners);
@@ -124,6 +127,12 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
         &mut watchdog,
         &mut networks,
         |wake, networks| {
+            if wake == Wake::Upgrade {
+                if networks.are_served() {
+                    return error!("no upgrade: networks cannot be handed over");
+                }
+                return supervised::hand_over(&daemon);
+            }
             if wake == Wake::User {
                 let sums = report(&daemon, &running.settings);
                 networks.report();
@@ -180,7 +189,7 @@ fn wait_for_signal(
                 supervised::leave_to_successor();
                 return Err(ServeError::WorkerEnded);
             }
-            wake @ (Wake::Hangup | Wake::User) => handle(wake, networks),
+            wake @ (Wake::Hangup | Wake::User | Wake::Upgrade) => handle(wake, networks),
             Wake::TimeIsUp => {}
         }
         watchdog.check(daemon);

@@ -57,6 +57,11 @@ pub(super) struct RunningNetworks {
 }
 
 impl RunningNetworks {
+    /// Whether there is one.
+    pub(super) fn are_served(&self) -> bool {
+        !self.serving.is_empty()
+    }
+
     /// Makes the interfaces and the sockets of the networks that do not run.
     ///
     /// # Errors

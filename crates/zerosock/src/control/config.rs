@@ -93,8 +93,32 @@ pub struct Succession {
     pub journal: VmJournal,
     /// The memory of the device that the process before has left: a file, which is checked.
     pub state: Option<OwnedFd>,
+    /// What a process that has [paused](crate::daemon::Daemon::pause) for this one has passed on of the VM's
+    /// queue pairs.
+    pub saved: Vec<SavedQueuePair>,
     /// Keeps a new file of this kind for the process after this one.
     pub keep_state: Box<dyn FnOnce(BorrowedFd<'_>) + Send>,
+}
+
+/// The connections of a queue pair, for another process. All of it is checked there.
+#[derive(Debug)]
+pub struct SavedQueuePair {
+    /// The number of the queue pair.
+    pub pair: u16,
+    /// What is to be passed on, in a format of the library's own.
+    pub bytes: Vec<u8>,
+    /// The descriptors that belong to it, in their order.
+    pub fds: Vec<OwnedFd>,
+}
+
+impl SavedQueuePair {
+    /// Checks the form of what was saved, before the process that has saved it is told to end.
+    ///
+    /// # Errors
+    /// Why it cannot be used.
+    pub fn check(bytes: &[u8]) -> Result<(), String> {
+        crate::device::check_saved(bytes)
+    }
 }
 
 impl fmt::Debug for Succession {
@@ -102,6 +126,7 @@ impl fmt::Debug for Succession {
         f.debug_struct("Succession")
             .field("journal", &self.journal)
             .field("state", &self.state)
+            .field("saved", &self.saved.len())
             .finish_non_exhaustive()
     }
 }

@@ -8,13 +8,14 @@
 //! # Invariants
 //!
 //! - No code here is on the packet path.
-//! - The control thread never waits for a worker.
+//! - The control thread never waits for a worker, but for the end of a [pause].
 
 pub mod attach;
 pub(crate) mod config;
 pub mod guest;
 mod listeners;
 mod new_vm;
+pub(crate) mod pause;
 pub(crate) mod registry;
 mod reload;
 mod rules;
@@ -33,8 +34,9 @@ use crate::routing::forward::RuleBoard;
 use crate::stats::{Counters, Stats};
 use config::{HostSide, Reload, ReloadError, StartError, VmConfig, system};
 use new_vm::NewVm;
+use pause::{Keep, PauseError, Paused};
 use registry::{DeviceRegistry, RouteEntry};
-use reload::{ConfiguredVm, Order, ReloadHandler, VmStage};
+use reload::{ConfiguredVm, ControlOrder, Order, ReloadHandler, VmStage};
 use rules::RuleSetError;
 pub(crate) use rules::WantedRules;
 use shares::{MemoryLimits, Shares, Wanted};
@@ -203,7 +205,11 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             continue;
         };
         let mut vm = NewVm::new(vm, registry.budget().account());
-        let member = vm.take_member(guests.reports(), registry.state_len())?;
+        let member = vm.take_member(
+            guests.reports(),
+            registry.state_len(),
+            registry.rules().board(),
+        )?;
         guests.add_vm(cid, vm.guest_share(addr));
         let configured = ConfiguredVm {
             vm: n,
@@ -281,7 +287,7 @@ pub(crate) struct ControlPlane {
     pub(crate) board: Arc<RuleBoard>,
     /// The counters of the devices.
     pub(crate) traffic: TrafficBoard,
-    orders: mpsc::Sender<Order>,
+    orders: mpsc::Sender<ControlOrder>,
     budget: Budget,
     /// How descriptors are divided among peers.
     pub(crate) shares: Box<Shares>,
@@ -319,9 +325,24 @@ impl ControlPlane {
             reload,
             answer,
         };
+        let order = ControlOrder::Reload(Box::new(order));
         self.orders.send(order).map_err(|_| ReloadError::Ending)?;
         self.control.wake_extension();
         answered.recv().map_err(|_| ReloadError::Ending)?
+    }
+
+    /// Pauses the control thread and the workers: see [`pause`].
+    pub(crate) fn pause(
+        &self,
+        workers: Vec<Sender<WorkerMessage>>,
+        keep: &Keep,
+    ) -> Result<Paused, PauseError> {
+        let order = |order| {
+            let sent = self.orders.send(ControlOrder::Pause(order)).is_ok();
+            self.control.wake_extension();
+            sent
+        };
+        pause::pause(workers, order, keep)
     }
 
     /// Sends a liveness query to the control thread.

@@ -7,6 +7,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 use zerosock_proto::Cid;
@@ -16,14 +17,15 @@ use zerosock_sys::{PeerFd, fd_passing, memfd};
 use zerosock_vhost_user::journal::VmJournal;
 use zerosock_vhost_user::{DevicePort, FrontendSocket, VmSpec};
 
-use super::config::{HostSide, StartError, Succession, VmConfig, system};
+use super::config::{HostSide, SavedQueuePair, StartError, Succession, VmConfig, system};
 use super::guest::options::GuestEndpoints;
 use super::guest::server::GuestShare;
 use super::registry::DeviceRegistry;
 use crate::device::factory::{Member, MemberState};
 use crate::device::guest_orders::GuestReports;
 use crate::device::host_sockets::forward;
-use crate::device::{DriverKind, HostAccess};
+use crate::device::{DriverKind, HostAccess, SavedDevice};
+use crate::routing::forward::RuleBoard;
 use zerosock_virtio::outbox::DeviceAddr;
 
 /// See the [module](self). The fields are those of [`VmConfig`].
@@ -113,6 +115,7 @@ impl NewVm {
         &mut self,
         reports: &GuestReports,
         state_len: usize,
+        rules: &Arc<RuleBoard>,
     ) -> Result<Member, StartError> {
         Ok(Member {
             cid: self.cid,
@@ -123,19 +126,24 @@ impl NewVm {
             account: self.programs.clone(),
             stopped_timeout: self.stopped_timeout,
             guests: self.guest_endpoints.as_ref().map(|_| reports.clone()),
-            state: self.take_state(state_len)?,
+            state: self.take_state(state_len, rules)?,
         })
     }
 
     /// Maps the memory that outlives the process: that of the process before, or a new one. Without the
     /// former the connection of the front-end is not continued.
-    fn take_state(&mut self, len: usize) -> Result<MemberState, StartError> {
+    fn take_state(
+        &mut self,
+        len: usize,
+        rules: &Arc<RuleBoard>,
+    ) -> Result<MemberState, StartError> {
         let Some(succession) = self.succession.take() else {
             return Ok(MemberState::default());
         };
         let Succession {
             mut journal,
             state,
+            saved,
             keep_state,
         } = succession;
         let left = state.filter(|file| memfd::len(file).is_ok_and(|found| found == len as u64));
@@ -160,9 +168,15 @@ impl NewVm {
         };
         let awaits_queues = journal.restored.is_some();
         self.journal = Some(journal);
+        let saved = saved.into_iter().map(|it| {
+            let rules = Arc::clone(rules);
+            let SavedQueuePair { pair, bytes, fds } = it;
+            (pair, SavedDevice { bytes, fds, rules })
+        });
         Ok(MemberState {
             memory: Some(memory),
             awaits_queues,
+            saved: saved.collect(),
         })
     }
 

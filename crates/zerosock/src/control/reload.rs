@@ -21,6 +21,7 @@ use zerosock_proto::Cid;
 
 use super::config::{Reload, ReloadError, StartError};
 use super::new_vm::NewVm;
+use super::pause::PauseOrder;
 use super::rules::{CheckedRules, RuleSetError, WantedRules};
 use crate::control::attach::server::Server;
 use crate::control::guest::server::{ControlContext, FIRST_KEY, GuestServer};
@@ -36,6 +37,13 @@ pub(super) struct Order {
     pub(super) add: Vec<NewVm>,
     pub(super) reload: Reload,
     pub(super) answer: Sender<Result<(), ReloadError>>,
+}
+
+/// What another thread asks of the control thread.
+#[derive(Debug)]
+pub(super) enum ControlOrder {
+    Reload(Box<Order>),
+    Pause(PauseOrder),
 }
 
 /// A configured VM.
@@ -66,7 +74,7 @@ pub(super) struct ReloadHandler {
     /// Lets guests register endpoints. Borrows registry and front-ends for each call.
     guests: GuestServer,
     vms: BTreeMap<Cid, ConfiguredVm>,
-    orders: Receiver<Order>,
+    orders: Receiver<ControlOrder>,
     /// Orders with routes that some workers do not use yet, by the number of the notice.
     unpublished: Vec<(u64, Sender<Result<(), ReloadError>>)>,
     sealed_memory: bool,
@@ -80,7 +88,7 @@ impl ReloadHandler {
         guests: GuestServer,
         vms: BTreeMap<Cid, ConfiguredVm>,
         sealed_memory: bool,
-    ) -> (ReloadHandler, Sender<Order>) {
+    ) -> (ReloadHandler, Sender<ControlOrder>) {
         let (sender, orders) = channel();
         let reload_handler = ReloadHandler {
             registry,
@@ -259,7 +267,8 @@ impl ReloadHandler {
             return Err(refuse(StartError::EmptyWindow));
         }
         let state_len = self.registry.state_len();
-        let member = vm.take_member(self.guests.reports(), state_len);
+        let rules = Arc::clone(self.registry.rules().board());
+        let member = vm.take_member(self.guests.reports(), state_len, &rules);
         let member = member.map_err(refuse)?;
         let socket = |errno: Errno| ReloadError::Socket {
             cid,
@@ -333,7 +342,10 @@ impl ControlExtension for ReloadHandler {
 
     fn woken(&mut self, frontends: &mut FrontendRegistry) {
         while let Ok(order) = self.orders.try_recv() {
-            self.apply(order, frontends);
+            match order {
+                ControlOrder::Reload(order) => self.apply(*order, frontends),
+                ControlOrder::Pause(order) => order.wait(),
+            }
         }
     }
 

@@ -17,6 +17,7 @@ use super::model::VsockModel;
 use super::queue_pair_ports::QueuePairPorts;
 use super::state::flow_table::table_len;
 use super::state::guests::Guests;
+use super::state::succession::SavedDevice;
 use super::traffic::TrafficBoard;
 use super::{Device, DriverKind, HostAccess};
 
@@ -72,6 +73,8 @@ pub(crate) struct MemberState {
     pub(crate) memory: Option<StateMap>,
     /// The process succeeds another one, and the front-end of that one starts the queues again.
     pub(crate) awaits_queues: bool,
+    /// What another process has saved of queue pairs.
+    pub(crate) saved: Vec<(u16, SavedDevice)>,
 }
 
 impl Terms {
@@ -94,7 +97,11 @@ impl Terms {
         // any.
         let outward = host.outward();
         let hosts = std::iter::once(host).chain(std::iter::repeat_with(|| outward.outward()));
-        let mut rest = state.memory;
+        let MemberState {
+            memory: mut rest,
+            awaits_queues,
+            mut saved,
+        } = state;
         let devices = (0..).zip(queue_pairs.iter()).zip(hosts);
         devices
             .map(|((pair, &queue_pair), host)| {
@@ -110,7 +117,9 @@ impl Terms {
                         rest = records.split_off(RECORDS_LEN);
                         device.queues.set_state(records);
                     }
-                    device.set_former_process(Some(flows), state.awaits_queues);
+                    device.set_former_process(Some(flows), awaits_queues);
+                    let own = saved.iter().position(|&(of, _)| of == pair);
+                    device.succession.saved = own.map(|at| saved.swap_remove(at).1);
                 }
                 device.set_access_log(Arc::clone(&access_log));
                 device.set_traffic(self.traffic.enter(cid));

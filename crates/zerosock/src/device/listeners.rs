@@ -40,6 +40,7 @@ impl GuestBridges<'_, '_> {
             let next = self.cx.now + QUEUES_PAUSE;
             return self.device.timers.set(next, Timer::Accept(key));
         }
+        self.take_accepted();
         if self.device.account.is_clogged() {
             // Closes of this account's earlier sockets are stuck: accept no more for now.
             self.device

@@ -25,7 +25,7 @@
 //! - `app`, `app_store`, `half`, `lending`: connections with the program that embeds the device;
 //! - `traffic`: what each device has counted, for reports;
 //! - `teardown`: the end of all connections, in parts; `stopped`: their end after a long stop; `successor`:
-//!   their end after a crash;
+//!   their end after a crash; `handover`: how another process continues them;
 //! - `virtio`: turns, events and commands of the VMM;
 //! - `guests`, `guest_commands`, `guest_orders`: endpoints on pages of the guest, which the device of the VM
 //!   checks, starts, stops and ends; `guest_ports`, `doorbell`: the two ports of the host for them;
@@ -72,6 +72,7 @@ mod guests_pause_tests;
 #[cfg(test)]
 mod guests_tests;
 pub(crate) mod half;
+pub(crate) mod handover;
 mod handshakes;
 pub(crate) mod host_sockets;
 #[cfg(test)]
@@ -107,12 +108,14 @@ mod virtio;
 mod zero_copy;
 
 pub(crate) use forwarded::all_dials;
+pub(crate) use handover::check_saved;
 
 use crate::device::guest_bridges::GuestBridges;
 use crate::stats::Gauges;
 use state::bridge::{Bridge, BridgePeer};
 pub(crate) use state::host::HostAccess;
 use state::sibling_message::SiblingMessage;
+pub(crate) use state::succession::SavedDevice;
 use state::timers::Timer;
 pub(crate) use state::turn_budget::TURN_BYTES;
 pub(crate) use state::{

@@ -210,6 +210,7 @@ impl GuestBridges<'_, '_> {
                 peer,
                 socket_type,
             } => self.sibling_connects(from, local, peer, socket_type),
+            SiblingMessage::Rejoin { from, local, peer } => self.sibling_rejoins(from, local, peer),
             SiblingMessage::Accepted { to } => self.sibling_accepted(to),
             SiblingMessage::Lent {
                 to,

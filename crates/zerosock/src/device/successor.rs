@@ -36,7 +36,7 @@ impl Device {
     }
 
     /// Opens the flow log and resets the flows of the former process.
-    pub(super) fn begin_succession(&mut self, cx: &Context<'_>) {
+    pub(super) fn begin_succession(&mut self, cx: &mut Context<'_>) {
         let cid = self.cid;
         if std::mem::take(&mut self.succession.awaits_queues) {
             self.succession.waits_until = Some(cx.now + WAIT);
@@ -49,11 +49,15 @@ impl Device {
             return;
         };
         self.shard.set_flow_log(Box::new(table));
+        if let Some(saved) = self.succession.saved.take() {
+            self.restore(saved, cx);
+        }
         let found = stale.len();
         let stale = stale.into_iter();
         let stale = stale.filter(|&(entry, flow)| self.shard.reset_stale(entry, flow));
         let connections = stale.count();
-        if found > 0 {
+        self.shard.finish_restore();
+        if found > 0 && !self.succession.is_continued {
             tracing::info!(%cid, found, connections, "connections of the former process are reset");
         }
     }

@@ -261,7 +261,7 @@ impl VirtioDevice for Device {
             self.half(cx).started();
         }
         self.end_stop(index, cx);
-        if started.resumed {
+        if started.resumed && !self.succession.is_continued {
             // The driver has connections that this device does not know.
             self.announce_lost(cx);
         }
@@ -370,7 +370,7 @@ impl VirtioDevice for Device {
 
 impl Device {
     /// Copies out held chains and recalls those lent to siblings.
-    fn release_chains(&mut self, cx: &mut Context<'_>) {
+    pub(super) fn release_chains(&mut self, cx: &mut Context<'_>) {
         // Leases under a read guard are recalled by `quiesce`.
         self.half(cx).recall(false);
         let holds = |bridge: &Bridge| {

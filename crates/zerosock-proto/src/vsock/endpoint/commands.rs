@@ -134,10 +134,14 @@ impl<S: BuildHasher> Shard<S> {
     ///
     /// [`Cid::ANY`]: crate::Cid::ANY
     pub fn is_connected(&self, local: Address, peer: Address) -> bool {
-        let index = self.table.look_up(&Key { local, peer });
-        let slot = index.and_then(|index| self.table.slots.get(index as usize));
-        let connection = slot.and_then(|slot| slot.connection.as_ref());
-        connection.is_some_and(|connection| connection.state != State::Closed)
+        self.find(local, peer).is_some()
+    }
+
+    /// The connection between these addresses, as for [`is_connected`](Self::is_connected).
+    pub fn find(&self, local: Address, peer: Address) -> Option<FlowId> {
+        let index = self.table.look_up(&Key { local, peer })?;
+        let flow = self.table.id(index);
+        self.table.get(flow).map(|_| flow)
     }
 
     /// Listens on `port` of our own CID: REQUESTs to it become

@@ -111,6 +111,28 @@ impl HostSocket {
         })
     }
 
+    /// A connected socket that another process has had. `None`: it is of another kind.
+    pub(crate) fn restored(fd: OwnedFd, permit: Permit) -> Option<HostSocket> {
+        let kind = net::sockopt::socket_domain(&fd).and_then(|domain| {
+            let socket_type = net::sockopt::socket_type(&fd)?;
+            Ok((domain, socket_type))
+        });
+        Some(match kind {
+            Ok((
+                AddressFamily::UNIX,
+                socket_type @ (SocketType::STREAM | SocketType::SEQPACKET),
+            )) => HostSocket::unix(fd, permit, socket_type),
+            Ok((AddressFamily::INET | AddressFamily::INET6, SocketType::STREAM)) => {
+                HostSocket::tcp(fd, permit)
+            }
+            Ok((AddressFamily::VSOCK, SocketType::STREAM)) => HostSocket::vsock(fd, permit),
+            _ => {
+                drop(PeerFd::from(fd).with_permit(permit));
+                return None;
+            }
+        })
+    }
+
     /// A UDP socket.
     pub(crate) fn udp(fd: OwnedFd, permit: Permit) -> HostSocket {
         let class = Class::Datagrams;

@@ -48,6 +48,8 @@ pub(crate) enum BridgePeer {
     Asked(Option<Peer>),
     /// A sibling.
     Sibling(SiblingPeer),
+    /// A sibling of a connection that another process has begun. Its device has not told its address yet.
+    Rejoining(SiblingPeer),
     /// A doorbell of which the token has not arrived. It is reset at the deadline.
     NewDoorbell,
     /// The doorbell of this attachment.
@@ -131,6 +133,11 @@ impl SiblingPeer {
         self.inbound
             .iter_mut()
             .flat_map(|waiting| &mut waiting.parts)
+    }
+
+    /// All waiting bytes, in order.
+    pub(crate) fn waiting(&self) -> impl Iterator<Item = &Inbound> {
+        self.inbound.iter().flat_map(|waiting| &waiting.parts)
     }
 
     /// Removes all waiting bytes.
@@ -263,13 +270,18 @@ pub(crate) struct Bridge {
 
 impl Bridge {
     pub(crate) fn new(flow: FlowId, peer: BridgePeer) -> Bridge {
+        Bridge::restored(Some(flow), peer, BridgeState::CONNECTING)
+    }
+
+    /// A connection that another process has begun. Without a flow it lingers.
+    pub(crate) fn restored(flow: Option<FlowId>, peer: BridgePeer, state: BridgeState) -> Bridge {
         Bridge {
-            flow: Some(flow),
+            flow,
             peer,
             outbound: Outbound::default(),
             messages: None,
             forwarded: None,
-            state: BridgeState::CONNECTING,
+            state,
             flags: Flags::default(),
             held_since: None,
             read_chains: 1,

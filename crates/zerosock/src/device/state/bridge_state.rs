@@ -6,10 +6,11 @@
 //!
 //! The host is the other end of the bridge: a host socket, or a sibling.
 
+use serde::{Deserialize, Serialize};
 use zerosock_proto::vsock::Directions;
 
 /// The direction from the guest to the host.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) enum ToHost {
     /// One of the two sides has not accepted the connection yet.
     Connecting,
@@ -24,7 +25,7 @@ pub(crate) enum ToHost {
 }
 
 /// The direction from the host to the guest.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) enum ToGuest {
     /// The host may send.
     Open,
@@ -42,7 +43,7 @@ pub(crate) enum ToGuest {
 }
 
 /// The states of the two directions: see the module.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) struct BridgeState {
     to_host: ToHost,
     to_guest: ToGuest,

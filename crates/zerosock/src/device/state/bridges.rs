@@ -240,6 +240,11 @@ impl Bridges {
         }
     }
 
+    /// Queues for bytes of siblings.
+    pub(crate) fn spare_inbound(&mut self) -> &mut QueuePool<InboundQueue> {
+        &mut self.spare_inbound
+    }
+
     /// Lists a bridge as dirty: it is flushed at the end of the turn.
     #[inline]
     pub(crate) fn mark_dirty(&mut self, key: u32) {
@@ -275,7 +280,7 @@ impl Bridges {
             return;
         };
         let (chains, inbound) = match &mut bridge.peer {
-            BridgePeer::Sibling(s) => {
+            BridgePeer::Sibling(s) | BridgePeer::Rejoining(s) => {
                 s.recycle(&mut self.spare_inbound);
                 (s.lent as usize, s.copied())
             }

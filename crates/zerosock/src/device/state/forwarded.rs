@@ -9,12 +9,13 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant as StdInstant};
 
-use zerosock_proto::{Address, Instant};
+use serde::{Deserialize, Serialize};
+use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_relay::target::Target;
 use zerosock_sys::LogLimit;
 
 use super::zero_copy::ZeroCopySends;
-use crate::routing::forward::{Admitted, ZeroCopy};
+use crate::routing::forward::{Admitted, RuleBoard, ZeroCopy};
 
 /// Payload bytes after which an open connection adds to the counters of its rule.
 const PUBLISH: u64 = 1 << 20;
@@ -43,6 +44,26 @@ pub(crate) struct Forwarded {
     pub(in crate::device) zero_copy: Option<ZeroCopySends>,
     /// Why it ended; the first reason counts.
     reason: Option<&'static str>,
+}
+
+/// What another process needs of it.
+#[derive(Debug, Deserialize, Serialize)]
+pub(in crate::device) struct SavedForwarded {
+    rule: String,
+    /// The CID of the guest among those that share the rule.
+    guest: Option<u32>,
+    /// CID and port of the endpoint.
+    endpoint: (u32, u32),
+    /// The target; `None`: a client.
+    target: Option<String>,
+    address: Option<SocketAddr>,
+    /// How long both sides have been connected.
+    open_for: Option<Duration>,
+    to_socket: u64,
+    from_socket: u64,
+    header: Vec<u8>,
+    idle: Option<Duration>,
+    reset_by_remote: bool,
 }
 
 /// The other side of a forwarded connection.
@@ -105,6 +126,56 @@ impl Forwarded {
             zero_copy: None,
             reason: None,
         }
+    }
+
+    /// What another process needs of it.
+    pub(in crate::device) fn save(&self) -> SavedForwarded {
+        let (target, address) = match &self.remote {
+            Remote::Target { target, address } => (Some(target.to_string()), *address),
+            Remote::Client(address) => (None, *address),
+        };
+        SavedForwarded {
+            rule: self.rule().to_owned(),
+            guest: self.admitted.guest().map(Cid::get),
+            endpoint: (self.endpoint.cid.get(), self.endpoint.port.get()),
+            target,
+            address,
+            open_for: self.opened.as_ref().map(|(at, _)| at.elapsed()),
+            to_socket: self.to_socket,
+            from_socket: self.from_socket,
+            header: self.header.clone(),
+            idle: self.idle.map(|idle| idle.limit),
+            reset_by_remote: self.reset_by_remote,
+        }
+    }
+
+    /// The connection that another process has saved. `None`: it has saved something else. It makes no
+    /// zero-copy sends.
+    pub(in crate::device) fn restore(
+        saved: SavedForwarded,
+        rules: &RuleBoard,
+        log: &Arc<LogLimit>,
+    ) -> Option<Forwarded> {
+        let remote = match saved.target {
+            Some(target) => Remote::Target {
+                target: target.parse().ok()?,
+                address: saved.address,
+            },
+            None => Remote::Client(saved.address),
+        };
+        let (cid, port) = saved.endpoint;
+        let endpoint = Address::new(Cid::new(cid), Port::new(port));
+        let admitted = rules.readmit(&saved.rule, saved.guest.map(Cid::new));
+        let mut restored = Forwarded::new(admitted, endpoint, remote, saved.idle);
+        let now = StdInstant::now();
+        let opened = |age| (now.checked_sub(age).unwrap_or(now), Arc::clone(log));
+        restored.opened = saved.open_for.map(opened);
+        // The rule of the former process has counted the bytes.
+        restored.published = (saved.to_socket, saved.from_socket);
+        (restored.to_socket, restored.from_socket) = restored.published;
+        restored.header = saved.header;
+        restored.reset_by_remote = saved.reset_by_remote;
+        Some(restored)
     }
 
     /// Sets what the endpoint receives before the first byte of a client.

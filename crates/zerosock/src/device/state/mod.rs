@@ -21,6 +21,7 @@ pub(crate) mod peer;
 pub(crate) mod program;
 pub(crate) mod queue_index;
 pub(crate) mod queue_pairs;
+pub(crate) mod saved;
 pub(crate) mod sibling_message;
 pub(crate) mod stop;
 pub(crate) mod succession;

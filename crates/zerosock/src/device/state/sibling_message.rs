@@ -34,6 +34,13 @@ pub(crate) enum SiblingMessage {
         peer: Address,
         socket_type: SocketType,
     },
+    /// The sending device continues a connection of another process. `local`: the address of its guest, `peer`:
+    /// that of yours.
+    Rejoin {
+        from: Peer,
+        local: Address,
+        peer: Address,
+    },
     /// The immediate answer to `Connect`: `from` is asking its guest.
     Asking { to: FlowId, from: Peer },
     /// The other immediate answer to `Connect`: the guest cannot be asked.
@@ -169,7 +176,7 @@ impl SiblingMessage {
                 let to = from.flow;
                 Some((from.device, SiblingMessage::Refused { to }))
             }
-            SiblingMessage::Asking { from, .. } => {
+            SiblingMessage::Asking { from, .. } | SiblingMessage::Rejoin { from, .. } => {
                 let to = from.flow;
                 Some((from.device, SiblingMessage::Reset { to }))
             }

@@ -159,22 +159,29 @@ impl RuleState {
     }
 
     fn admit_one(self: &Arc<RuleState>, guest: Option<Cid>) -> Result<Admitted, &'static str> {
-        let mut taken = self.taken();
+        let taken = self.taken();
         if taken.all >= self.counts.limit {
             return Err("the rule has as many connections as it may have");
         }
+        if guest.is_some_and(|guest| taken.exceeds_share(guest, self.counts.limit)) {
+            return Err("the guest has its share of the connections that the rule may have");
+        }
+        Ok(self.count(taken, guest))
+    }
+
+    fn count(
+        self: &Arc<RuleState>,
+        mut taken: MutexGuard<'_, Taken>,
+        guest: Option<Cid>,
+    ) -> Admitted {
         if let Some(guest) = guest {
-            if taken.exceeds_share(guest, self.counts.limit) {
-                return Err("the guest has its share of the connections that the rule may have");
-            }
             *taken.by_guest.entry(guest).or_default() += 1;
         }
         taken.all += 1;
-        drop(taken);
         // Relaxed, here and below: the counters guard no other data.
         self.counts.active.fetch_add(1, Ordering::Relaxed);
         let state = Arc::clone(self);
-        Ok(Admitted { state, guest })
+        Admitted { state, guest }
     }
 
     fn taken(&self) -> MutexGuard<'_, Taken> {
@@ -241,6 +248,11 @@ impl Admitted {
     pub(crate) fn rule(&self) -> &RuleState {
         &self.state
     }
+
+    /// The guest that it counts for, among those that share the rule.
+    pub(crate) fn guest(&self) -> Option<Cid> {
+        self.guest
+    }
 }
 
 impl Drop for Admitted {
@@ -277,6 +289,19 @@ impl RuleBoard {
         }
         states.append(&mut removed);
         *all = states;
+    }
+
+    /// Counts a connection that a former process has made by the rule with this text. A rule that is not in
+    /// effect any more is one that was removed.
+    pub(crate) fn readmit(&self, text: &str, guest: Option<Cid>) -> Admitted {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(state) = all.iter().find(|state| state.text() == text) {
+            return state.count(state.taken(), guest);
+        }
+        let state = RuleState::new(text.to_owned(), None, None);
+        state.counts.removed.store(true, Ordering::Relaxed);
+        all.push(Arc::clone(&state));
+        state.count(state.taken(), guest)
     }
 
     /// The counters of all rules.

@@ -1,12 +1,13 @@
 //! Marks the ends of messages in the received parts of a connection.
 
+use serde::{Deserialize, Serialize};
 use zerosock_proto::wire::vsock::{SEQ_EOM, SEQ_EOR};
 
 /// What the copy of a message counts for, in bytes, in addition to its length.
 pub(super) const COST: usize = 64;
 
 /// Whether a message ends with a part. Parts of a stream end none.
-#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+#[derive(Copy, Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub(crate) enum MessageEnd {
     #[default]
     Nothing,

@@ -27,7 +27,7 @@ use crate::control::attach::AttachRequest;
 use crate::control::attach::directory::Directory;
 use crate::control::config::Reload;
 use crate::control::registry::{DeviceRegistry, RouteEntry};
-use crate::control::reload::{ConfiguredVm, Order, ReloadHandler, VmStage};
+use crate::control::reload::{ConfiguredVm, ControlOrder, Order, ReloadHandler, VmStage};
 use crate::device::HostAccess;
 use crate::device::guest_test_lab::{GuestLab, HUGE, PAGES, bytes, fill, host, read, terms};
 use crate::device::test_guest::{self, Guest};
@@ -43,7 +43,7 @@ struct World {
     writer: RequestWriter,
     nonce: Nonce,
     port: u32,
-    changes: Sender<Order>,
+    changes: Sender<ControlOrder>,
     control: Control,
 }
 
@@ -222,6 +222,7 @@ impl World {
             reload,
             answer,
         };
+        let order = ControlOrder::Reload(Box::new(order));
         self.changes.send(order).unwrap();
         self.control.wake_extension();
         let done = self

@@ -34,7 +34,7 @@ use crate::control::attach::server::Server;
 use crate::control::attach::{self, AttachConfig, AttachRequest, Attached, Client};
 use crate::control::config::{Reload, ReloadError};
 use crate::control::registry::{DeviceRegistry, RouteEntry};
-use crate::control::reload::{ConfiguredVm, Order, ReloadHandler, VmStage};
+use crate::control::reload::{ConfiguredVm, ControlOrder, Order, ReloadHandler, VmStage};
 use crate::device::factory::Terms;
 use crate::device::guest_orders::{AttachmentKey, GuestEvent, GuestOrder, GuestReports};
 use crate::device::state::sibling_message::SiblingMessage;
@@ -107,7 +107,7 @@ pub(super) fn refused(reason: Reason) -> Option<Answer> {
 /// See the module.
 pub(super) struct Lab {
     control: Option<Control>,
-    changes: Sender<Order>,
+    changes: Sender<ControlOrder>,
     workers: Vec<Mailbox<WorkerMessage>>,
     reports: GuestReports,
     pub(super) directory: Arc<Directory>,
@@ -387,6 +387,7 @@ impl Lab {
             reload,
             answer,
         };
+        let order = ControlOrder::Reload(Box::new(order));
         self.changes.send(order).unwrap();
         self.control.as_ref().unwrap().wake_extension();
         self.until(|_| answered.try_recv().ok())

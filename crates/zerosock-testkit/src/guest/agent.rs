@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
+use rustix::process::{Resource, Rlimit, setrlimit};
 use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
 use zerosock_sys::vsock;
 
@@ -46,6 +47,14 @@ type Answer = Result<Outcome, String>;
 
 /// Serves the line until it ends.
 pub(super) fn run(tty: &Path) -> io::Result<()> {
+    // Thousands of sockets. Fails only for a user without the right.
+    let _ = setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: Some(1 << 16),
+            maximum: Some(1 << 16),
+        },
+    );
     let line = OpenOptions::new().read(true).write(true).open(tty)?;
     let mut settings = tcgetattr(&line)?;
     settings.make_raw();

@@ -35,6 +35,7 @@ mod net_migration;
 mod net_xdp;
 mod restarts;
 mod scenarios;
+mod upgrades;
 mod user_mode;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -75,6 +76,7 @@ const ALONE: &[(&str, &[(&str, Alone)])] = &[
     ("guest_reboots", guest_reboots::ALL),
     ("guest_kills", guest_kills::ALL),
     ("restarts", restarts::ALL),
+    ("upgrades", upgrades::ALL),
 ];
 
 /// The tests of a lab.
@@ -260,7 +262,8 @@ fn attempt(name: &str, results: &mut Results, run: impl FnOnce() + Send + 'stati
     let deadline = DEADLINE
         .max(guest_reboots::limit())
         .max(guest_kills::limit())
-        .max(restarts::limit());
+        .max(restarts::limit())
+        .max(upgrades::limit());
     let passed = match done.recv_timeout(deadline) {
         Ok(passed) => passed,
         Err(RecvTimeoutError::Timeout) => {

@@ -41,12 +41,14 @@ pub(crate) fn limit() -> Duration {
     STEP * 2 + Duration::from_secs(10) * rounds() as u32
 }
 
+/// The parent of a process.
+pub(crate) fn parent(pid: &str) -> Option<u32> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
+}
+
 /// The process that serves, below the one that was started.
-fn worker(root: u32) -> Option<Pid> {
-    let parent = |pid: &str| -> Option<u32> {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
-    };
+pub(crate) fn worker(root: u32) -> Option<Pid> {
     let is_below = |pid: &str| {
         let mut above = parent(pid);
         while let Some(pid) = above.filter(|&pid| pid != root && pid > 1) {
@@ -70,7 +72,7 @@ fn is_reset(outcome: &Outcome) -> bool {
 }
 
 /// Sends and receives one message by the guest's echo; the time until the answer is there.
-fn echo_once(endpoint: &Endpoint) {
+pub(crate) fn echo_once(endpoint: &Endpoint) {
     let deadline = Instant::now() + STEP;
     loop {
         let answer = hybrid::connect(&endpoint.uds, ECHO, STEP)

@@ -30,7 +30,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::fs::fstat;
-use tracing::error;
+use rustix::time::{ClockId, clock_gettime};
+use tracing::{error, info};
 use zerosock::daemon::{Daemon, Keep, SavedQueuePair, Succession};
 use zerosock::forward::ListenAddress;
 use zerosock_supervisor::{
@@ -50,6 +51,8 @@ pub(crate) struct Predecessor {
     /// Listening sockets: its own, and those that the service manager has passed.
     pub(crate) listeners: Vec<Listener>,
     vms: BTreeMap<u32, PredecessorVm>,
+    /// When it has paused for this process, in nanoseconds of the monotonic clock.
+    paused: Option<u64>,
 }
 
 /// A listening socket that the service manager has passed or that this program has made.
@@ -160,6 +163,8 @@ pub(crate) fn hand_over(daemon: &Daemon) {
         }
     });
     let begin = Instant::now();
+    let key = format!("{HANDOVER_PREFIX}began");
+    send(&key, &Batch::default().put(&key, &now().to_le_bytes(), &[]));
     match daemon.pause(&keep) {
         Ok(_paused) => {
             if let Err(error) = client.hand_over() {
@@ -210,6 +215,9 @@ impl Predecessor {
                 let listener = fds.into_iter().next();
                 let listener = listener.and_then(|socket| decode_listener(&bytes, socket));
                 self.listeners.extend(listener);
+            }
+            ["handover", "began"] => {
+                self.paused = bytes.try_into().ok().map(u64::from_le_bytes);
             }
             ["handover", cid, pair, ref rest @ ..] => {
                 let (Ok(cid), Ok(pair)) = (cid.parse(), pair.parse()) else {
@@ -294,12 +302,23 @@ impl Predecessor {
         })
     }
 
-    /// Drops what belongs to VMs that are not configured any more.
+    /// Drops what belongs to VMs that are not configured any more. All devices have what they continue.
     pub(crate) fn finish(self) {
+        if let Some(paused) = self.paused {
+            let pause = Duration::from_nanos(now().saturating_sub(paused));
+            info!(?pause, "took over from another process");
+        }
         for cid in self.vms.into_keys() {
             remove(&format!("vm/{cid}"));
         }
     }
+}
+
+/// Nanoseconds of the monotonic clock.
+fn now() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    // Neither is negative.
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32).as_nanos() as u64
 }
 
 /// Reads a memory file; empty if that is not possible.

@@ -135,6 +135,11 @@ pub(crate) fn zerosock() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_zerosock-testkit"))
 }
 
+/// The program that serves where a process is replaced: a release build is much faster.
+pub(crate) fn serving() -> PathBuf {
+    std::env::var_os("ZEROSOCK_SERVE").map_or_else(|| zerosock().to_owned(), PathBuf::from)
+}
+
 pub(crate) fn guest_program() -> PathBuf {
     std::env::var_os("ZEROSOCK_GUEST").map_or_else(|| zerosock().to_owned(), PathBuf::from)
 }

@@ -7,8 +7,10 @@
 //! `cargo test --test vm -- [--list] [PART OF A NAME]...`; the environment can set
 //! - `ZEROSOCK_DEVICE`: another device with vhost-device-vsock's command line, to compare,
 //! - `ZEROSOCK_GUEST`: the program taken into the guest (a release build is much faster),
+//! - `ZEROSOCK_SERVE`: the program that serves in the tests of restarts and upgrades, another build of `zerosock`,
 //! - `ZEROSOCK_ACCEL`: `kvm` or `tcg`, instead of trying,
 //! - `ZEROSOCK_TEST_JOBS`: groups at once, instead of 2,
+//! - `ZEROSOCK_RESTARTS`, `ZEROSOCK_UPGRADES`, `ZEROSOCK_UPGRADE_CONNECTIONS`: counts,
 //! - `ZEROSOCK_GUEST_MIB`, `ZEROSOCK_GUEST_KILLS`, `ZEROSOCK_GUEST_CYCLES`, `ZEROSOCK_GUEST_REBOOTS`: counts, see
 //!   CONTRIBUTING.md,
 //! - `ZEROSOCK_ECHO=1`: shows what device and guests print.

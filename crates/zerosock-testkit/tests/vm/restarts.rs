@@ -16,7 +16,7 @@ use zerosock_testkit::protocol::{Command, Outcome, Source};
 
 use crate::Alone;
 use crate::guest_pages::{Extras, Machine};
-use crate::lab::{STEP, Skipped, echo, short_dir, zerosock};
+use crate::lab::{STEP, Skipped, echo, serving, short_dir, zerosock};
 
 /// All of them.
 pub(crate) const ALL: &[(&str, Alone)] = &[
@@ -129,7 +129,7 @@ fn kills(release: &str) -> Result<(), Skipped> {
     let dir = short_dir();
     let endpoint = Endpoint::new(dir.path(), 3);
     let program = Program {
-        path: zerosock().to_owned(),
+        path: serving(),
         arguments: vec!["serve".into()],
         zerosock: zerosock().to_owned(),
     };

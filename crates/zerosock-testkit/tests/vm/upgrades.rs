@@ -17,7 +17,7 @@ use zerosock_testkit::protocol::Command;
 
 use crate::Alone;
 use crate::guest_pages::{Extras, Machine};
-use crate::lab::{STEP, Skipped, echo, short_dir, zerosock};
+use crate::lab::{STEP, Skipped, echo, serving, short_dir, zerosock};
 use crate::restarts::{echo_once, parent, worker};
 
 /// All of them.
@@ -110,7 +110,7 @@ fn upgrades(release: &str) -> Result<(), Skipped> {
     let dir = short_dir();
     let endpoint = Endpoint::new(dir.path(), 3);
     let program = Program {
-        path: zerosock().to_owned(),
+        path: serving(),
         arguments: vec!["serve".into()],
         zerosock: zerosock().to_owned(),
     };

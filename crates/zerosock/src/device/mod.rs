@@ -73,6 +73,8 @@ mod guests_pause_tests;
 mod guests_tests;
 pub(crate) mod half;
 pub(crate) mod handover;
+#[cfg(test)]
+mod handover_tests;
 mod handshakes;
 pub(crate) mod host_sockets;
 #[cfg(test)]

@@ -22,26 +22,26 @@ use super::*;
 const CONNECTIONS: usize = 8192;
 const GUEST: Cid = Cid::new(3);
 /// The port of a host program.
-const SERVICE: Address = Address::new(Cid::HOST, Port::new(1024));
+pub(super) const SERVICE: Address = Address::new(Cid::HOST, Port::new(1024));
 
 /// A flow as the guest names it: its port, the other address and the type.
-type Named = (u32, Address, SocketType);
+pub(super) type Named = (u32, Address, SocketType);
 
-struct Lab {
-    dir: tempfile::TempDir,
-    state: File,
-    lab: DeviceFixture,
-    guest: Guest,
+pub(super) struct Lab {
+    pub(super) dir: tempfile::TempDir,
+    pub(super) state: File,
+    pub(super) lab: DeviceFixture,
+    pub(super) guest: Guest,
 }
 
 impl Lab {
-    fn new() -> Lab {
+    pub(super) fn new() -> Lab {
         // Else the first connect to a path waits for the connector.
         zerosock_sys::socket_path::learn_mounts().unwrap();
         let state = zerosock_sys::memfd::create("flows", table_len(CONNECTIONS) as u64, true);
         let state = File::from(state.unwrap());
         let dir = tempfile::tempdir().unwrap();
-        let mut lab = fixture(&dir, &state);
+        let mut lab = fixture(&dir, &state, None);
         let guest = test_guest::start(&mut lab.device);
         Lab {
             dir,
@@ -51,13 +51,13 @@ impl Lab {
         }
     }
 
-    fn turn(&mut self) {
+    pub(super) fn turn(&mut self) {
         let (device, mut cx) = self.lab.lend();
         device.turn(&mut cx);
     }
 
     /// Turns until the guest has got all packets.
-    fn packets(&mut self) -> Vec<Repr> {
+    pub(super) fn packets(&mut self) -> Vec<Repr> {
         let mut all = Vec::new();
         loop {
             self.turn();
@@ -74,7 +74,7 @@ impl Lab {
         let rings = &self.lab.device.queues.rings;
         let bases = [&rings.tx, &rings.rx].map(|ring| ring.as_ref().unwrap().queue.base());
         let memory = self.lab.device.queues.memory.clone().unwrap();
-        self.lab = fixture(&self.dir, &self.state);
+        self.lab = fixture(&self.dir, &self.state, None);
         test_guest::resume(&mut self.lab.device, &memory, bases);
         memory
     }
@@ -92,7 +92,7 @@ impl Lab {
     }
 
     /// A connection of the host that the guest has accepted.
-    fn open(&mut self, port: u32) -> (FlowId, Named) {
+    pub(super) fn open(&mut self, port: u32) -> (FlowId, Named) {
         let (flow, named) = self.connect(port, SocketType::Stream);
         assert_eq!(ops(&self.packets()), [Op::Request]);
         self.guest.send(port, named.1, Op::Response, 0);
@@ -100,14 +100,14 @@ impl Lab {
         (flow, named)
     }
 
-    fn shut_down(&mut self, flow: FlowId, how: Directions) {
+    pub(super) fn shut_down(&mut self, flow: FlowId, how: Directions) {
         let (device, cx) = self.lab.lend();
         device.shard.shutdown(cx.now, flow, how).unwrap();
         assert_eq!(ops(&self.packets()), [Op::Shutdown]);
     }
 
     /// A connection of the guest to a program of the host, that is open.
-    fn serve(&mut self, port: u32) -> (UnixListener, UnixStream) {
+    pub(super) fn serve(&mut self, port: u32) -> (UnixListener, UnixStream) {
         let path = self.dir.path().join(format!("vm_{}", SERVICE.port));
         let _ = std::fs::remove_file(&path);
         let listener = UnixListener::bind(path).unwrap();
@@ -131,7 +131,11 @@ fn routed() -> DeviceFixture {
 }
 
 /// A device with what a former process has left, without queues.
-fn fixture(dir: &tempfile::TempDir, state: &File) -> DeviceFixture {
+pub(super) fn fixture(
+    dir: &tempfile::TempDir,
+    state: &File,
+    saved: Option<SavedDevice>,
+) -> DeviceFixture {
     let mut lab = routed();
     let range = StateMap::map(state, table_len(CONNECTIONS)).unwrap();
     let (device, mut cx) = lab.lend();
@@ -141,16 +145,17 @@ fn fixture(dir: &tempfile::TempDir, state: &File) -> DeviceFixture {
         messages: None,
     };
     device.set_former_process(Some(range), false);
+    device.succession.saved = saved;
     device.set_features(F_SEQPACKET);
     device.start(&mut cx).unwrap();
     lab
 }
 
-fn ops(packets: &[Repr]) -> Vec<Op> {
+pub(super) fn ops(packets: &[Repr]) -> Vec<Op> {
     packets.iter().map(|it| it.op.known().unwrap()).collect()
 }
 
-fn resets(packets: &[Repr]) -> Vec<Named> {
+pub(super) fn resets(packets: &[Repr]) -> Vec<Named> {
     let resets = packets.iter().filter(|it| it.op.known() == Some(Op::Rst));
     let named = resets.map(|it| (it.dst.port.get(), it.src, it.socket_type.known().unwrap()));
     let mut named: Vec<Named> = named.collect();
@@ -267,7 +272,7 @@ fn a_process_killed_before_it_publishes_leaves_the_flow_in_the_log() {
     assert!(!device.shard.has_transmit());
     let tx = rings.tx.as_ref().unwrap().queue.base();
     let memory = device.queues.memory.clone().unwrap();
-    lab.lab = fixture(&lab.dir, &lab.state);
+    lab.lab = fixture(&lab.dir, &lab.state, None);
     test_guest::resume(&mut lab.lab.device, &memory, [tx, base]);
     assert_eq!(resets(&lab.packets()), [open]);
 }
@@ -329,7 +334,7 @@ fn a_driver_that_was_reset_gets_no_resets() {
     let reset = zerosock_vhost_user::DeviceCommand::ResetDevice;
     device.command(reset, zerosock_vhost_user::Reply::discarded(), &mut cx);
     assert!(!device.queues.is_resetting());
-    lab.lab = fixture(&lab.dir, &lab.state);
+    lab.lab = fixture(&lab.dir, &lab.state, None);
     assert_eq!(lab.lab.device.shard.occupied(), 0);
 }
 

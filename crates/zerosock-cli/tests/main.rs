@@ -21,4 +21,5 @@ mod services;
 mod supervised;
 mod system_calls;
 mod troubleshooting;
+mod upgrades;
 mod watchdog;

@@ -110,7 +110,11 @@ fn bytes_that_wait_in_each_direction_arrive_after_upgrades() {
     // The end of the guest's stream follows; the other direction is open.
     program.set_nonblocking(false).unwrap();
     assert_eq!(program.read(&mut [0]).unwrap(), 0);
-    let payload: Vec<u8> = to_guest.iter().flat_map(|(_, bytes)| bytes).copied().collect();
+    let payload: Vec<u8> = to_guest
+        .iter()
+        .flat_map(|(_, bytes)| bytes)
+        .copied()
+        .collect();
     assert_eq!(payload, packet);
     let packets: Vec<Repr> = to_guest.into_iter().map(|(header, _)| header).collect();
     assert_eq!(resets(&packets), []);
@@ -191,7 +195,10 @@ fn programs_that_connect_meanwhile_are_connected_by_the_other_process() {
     assert_eq!(lab.lab.device.handshakes.len(), 1);
     poll(&mut lab);
     let [request] = lab.packets().try_into().unwrap();
-    assert_eq!((request.op, request.dst.port.get()), (Op::Request.into(), 81));
+    assert_eq!(
+        (request.op, request.dst.port.get()),
+        (Op::Request.into(), 81)
+    );
 }
 
 #[test]

@@ -120,10 +120,13 @@ impl HostSocket {
         Some(match kind {
             Ok((
                 AddressFamily::UNIX,
-                socket_type @ (SocketType::STREAM | SocketType::SEQPACKET),
+                socket_type @ (SocketType::STREAM | SocketType::SEQPACKET | SocketType::DGRAM),
             )) => HostSocket::unix(fd, permit, socket_type),
             Ok((AddressFamily::INET | AddressFamily::INET6, SocketType::STREAM)) => {
                 HostSocket::tcp(fd, permit)
+            }
+            Ok((AddressFamily::INET | AddressFamily::INET6, SocketType::DGRAM)) => {
+                HostSocket::udp(fd, permit)
             }
             Ok((AddressFamily::VSOCK, SocketType::STREAM)) => HostSocket::vsock(fd, permit),
             _ => {

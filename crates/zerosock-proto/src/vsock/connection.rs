@@ -158,8 +158,8 @@ impl ControlPackets {
         ]);
     }
 
-    /// Reads those that a connection in `state` can have.
-    fn load(from: &mut Reader<'_>, state: State) -> Result<ControlPackets, RestoreError> {
+    /// Reads them: one that has ended sends an RST or nothing, and no other one does.
+    fn load(from: &mut Reader<'_>, has_ended: bool) -> Result<ControlPackets, RestoreError> {
         let [
             rst,
             no_socket,
@@ -169,24 +169,21 @@ impl ControlPackets {
             credit_update,
             credit_request,
         ] = from.bits()?;
-        Ok(match state {
-            State::Closed => ControlPackets {
+        Ok(match has_ended {
+            true => ControlPackets {
                 rst,
                 no_socket,
                 ..ControlPackets::default()
             },
-            State::Connecting => ControlPackets {
+            false => ControlPackets {
+                rst: false,
+                no_socket: false,
                 request,
-                ..ControlPackets::default()
-            },
-            State::Established { .. } => ControlPackets {
                 response,
                 moved,
                 credit_update,
                 credit_request,
-                ..ControlPackets::default()
             },
-            State::Listen | State::Incoming | State::Closing { .. } => ControlPackets::default(),
         })
     }
 }
@@ -236,13 +233,12 @@ impl PendingEvents {
                 incoming: true,
                 ..PendingEvents::default()
             },
-            State::Established { .. } | State::Closing { .. } => PendingEvents {
+            _ => PendingEvents {
                 connected,
                 peer_shutdown,
                 writable,
                 ..PendingEvents::default()
             },
-            State::Listen | State::Connecting => PendingEvents::default(),
         })
     }
 }
@@ -521,7 +517,7 @@ impl Connection {
         if let Some(messages) = &mut it.messages {
             **messages = Messages::load(from)?;
         }
-        it.control = ControlPackets::load(from, state)?;
+        it.control = ControlPackets::load(from, state == State::Closed)?;
         it.pending = PendingEvents::load(from, state)?;
         let (wants_space, coalescing_enabled, has_queue);
         [
@@ -546,6 +542,9 @@ impl Connection {
             it.has_queued = !queue.sends.is_empty();
             it.queue = Some(Box::new(queue));
         }
+        if it.message_in_progress() {
+            it.tx.reserve_packet();
+        }
         it.known_to_caller = match state {
             State::Closed => it.pending.end.is_some(),
             _ => state != State::Incoming,
@@ -553,10 +552,9 @@ impl Connection {
         if state == State::Closed && !it.control.rst && it.pending.end.is_none() {
             return Err(RestoreError::Invalid("connection that has ended"));
         }
-        let is_one_send = it.queue.as_ref().is_some_and(|queue| {
-            queue.sends.len() == 1 && queue.sends[0].len <= MAX_RESTORED_COALESCED
-        });
-        if it.coalescing && !(is_one_send && socket_type == SocketType::Stream) {
+        let sends = it.queue.iter().flat_map(|queue| &queue.sends);
+        let coalesced = sends.map(|send| send.len);
+        if it.coalescing && (it.queued() > 1 || coalesced.max() > Some(MAX_RESTORED_COALESCED)) {
             return Err(RestoreError::Invalid("coalesced send"));
         }
         Ok(it)

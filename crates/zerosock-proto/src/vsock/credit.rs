@@ -336,12 +336,16 @@ impl TxCredit {
         fits
     }
 
-    /// As [`reserve_whole`](Self::reserve_whole), for the rest of a message that was begun.
+    /// Reserves a packet for a message that was begun before a restore: nothing else is sent before its rest.
+    pub(crate) fn reserve_packet(&mut self) {
+        self.reserved_packets += 1;
+    }
+
+    /// Reserves the rest of that message, once. False: there is not enough credit.
     pub(crate) fn reserve_rest(&mut self, len: u32) -> bool {
-        let fits = self.free_bytes(self.limit()) >= len;
+        let fits = self.reserved == 0 && self.free_bytes(self.limit()) >= len;
         if fits {
-            self.reserved += len;
-            self.reserved_packets += 1;
+            self.reserved = len;
         }
         fits
     }

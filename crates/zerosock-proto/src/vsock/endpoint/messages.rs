@@ -176,14 +176,11 @@ impl<S: BuildHasher> Shard<S> {
     }
 
     /// Continues a message that was begun in place before [`save`](Shard::save), of which `remaining` bytes were
-    /// not committed. `None`: the connection has no such message, or lacks credit for the rest: reset it. To be
-    /// called once for each connection that the former caller had a begun message of; others of the
-    /// connection wait until it is complete.
+    /// not committed. `None`: the connection has no such message, or lacks credit for the rest: reset it. Until the
+    /// message is complete, the connection sends nothing else.
     pub fn resume_message(&mut self, flow: FlowId, remaining: u32) -> Option<MessageReservation> {
         let connection = self.table.get_mut(flow)?;
-        let resumes = connection.message_in_progress()
-            && !connection.tx.has_reserved()
-            && connection.tx.reserve_rest(remaining);
+        let resumes = connection.message_in_progress() && connection.tx.reserve_rest(remaining);
         resumes.then_some(MessageReservation {
             flow,
             remaining,

@@ -128,7 +128,8 @@ impl<S: BuildHasher> Shard<S> {
         let mut indices = Vec::new();
         let mut changed = Vec::new();
         for saved in snapshot.connections {
-            let had_reserved = saved.had_reserved;
+            // A message that was begun keeps its reservation.
+            let had_reserved = saved.had_reserved && !saved.connection.message_in_progress();
             let index = self.insert_saved(saved);
             indices.push(index);
             changed.extend(had_reserved.then_some(index));

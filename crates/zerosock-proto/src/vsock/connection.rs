@@ -545,12 +545,13 @@ impl Connection {
         if it.message_in_progress() {
             it.tx.reserve_packet();
         }
-        it.known_to_caller = match state {
-            State::Closed => it.pending.end.is_some(),
-            _ => state != State::Incoming,
-        };
-        if state == State::Closed && !it.control.rst && it.pending.end.is_none() {
-            return Err(RestoreError::Invalid("connection that has ended"));
+        it.known_to_caller = state != State::Incoming;
+        if state == State::Closed {
+            it.known_to_caller = it.pending.end.is_some();
+            (it.probe_at, it.deadline) = (None, None);
+            if !it.control.rst && it.pending.end.is_none() {
+                return Err(RestoreError::Invalid("connection that has ended"));
+            }
         }
         let sends = it.queue.iter().flat_map(|queue| &queue.sends);
         let coalesced = sends.map(|send| send.len);

@@ -9,7 +9,8 @@ use super::*;
 use crate::addr::Port;
 use crate::time::Duration;
 use crate::vsock::connection::{MessageReservation, Reservation};
-use crate::vsock::event::{Event, Span};
+use crate::vsock::event::{Disposition, Event, Span};
+use crate::vsock::flow_log::{FlowLog, LoggedFlow};
 use crate::vsock::state::Directions;
 use crate::vsock::{CommitError, PortTable, ShardConfig};
 use crate::wire::vsock::{Op, Repr, SEQ_EOM, SocketType};
@@ -508,4 +509,383 @@ proptest! {
             prop_assert_eq!(world.state(), twin.state(), "{:?}", step);
         }
     }
+}
+
+/// A device with connections in all states and packets of all kinds pending.
+fn busy() -> Shard {
+    let mut world = World::new(false, [65_536, 9000], 0);
+    let connect = |from, message| Step::Connect {
+        from,
+        to: SERVICE,
+        message,
+    };
+    let steps = [
+        (0, connect(0, false)),
+        (0, connect(1, true)),
+        (0, Step::Transmit(9)),
+        (1, Step::Deliver(9)),
+        (1, Step::Events),
+        (1, Step::Accept(0)),
+        (1, Step::Accept(1)),
+        (1, Step::Transmit(9)),
+        (0, Step::Deliver(9)),
+        (0, Step::SendNow(1, 5000)),
+        (1, Step::Deliver(9)),
+        (1, Step::Consume(1, 4999)),
+        (1, Step::Send(1, 90_000)),
+        (1, Step::Transmit(2)),
+        (1, Step::BeginMessage(0, 3000)),
+        (1, Step::ContinueMessage(1000)),
+        (0, connect(2, false)),
+        (0, Step::Transmit(9)),
+        (1, Step::Deliver(9)),
+        (1, connect(3, true)),
+        (1, connect(0, false)),
+        (1, Step::Transmit(9)),
+        (1, connect(1, false)),
+    ];
+    for (side, step) in &steps {
+        world.step(*side, step);
+    }
+    let [_, device] = world.sides;
+    let mut shard = device.shard;
+    let flow = device.flows.last().unwrap().unwrap();
+    shard.apply_action(
+        world.now,
+        flow.index,
+        State::Closed,
+        crate::vsock::state::Action::End {
+            rst: true,
+            reason: crate::vsock::CloseReason::TimedOut,
+        },
+    );
+    shard.push_reset(address(2, 9), address(3, 9), SocketType::Stream.into());
+    assert_eq!(shard.occupied(), MOST);
+    shard
+}
+
+fn address(cid: u32, port: u32) -> Address {
+    Address::new(Cid::new(cid), Port::new(port))
+}
+
+fn successor_of(shard: &Shard) -> Shard {
+    with_config(&shard.config)
+}
+
+/// Drives a restored shard with calls of all kinds, then ends everything.
+fn exercise(shard: &mut Shard, flows: &[FlowId]) {
+    let now = Instant::ZERO;
+    for &flow in flows {
+        let Some(info) = shard.flow(flow) else {
+            continue;
+        };
+        if let Some(mut message) = shard.resume_message(flow, 10) {
+            let _ = shard.commit_part(&mut message, 10, Some(0));
+        }
+        let _ = shard.send(flow, 1000, SEQ_EOM);
+        let _ = shard.coalesce(flow, 1000);
+        if let Ok(reservation) = shard.reserve(flow, 5000) {
+            let _ = shard.commit(reservation, 10, 0);
+        }
+        for (op, len, fwd_cnt) in [
+            (Op::Response, 0, 0),
+            (Op::Rw, 2000, 0),
+            (Op::CreditRequest, 0, 100),
+            (Op::CreditUpdate, 0, info.tx_cnt),
+            (Op::Rw, 2000, 0),
+        ] {
+            let header = Repr {
+                src: info.peer,
+                dst: info.local,
+                len,
+                socket_type: info.socket_type.into(),
+                op: op.into(),
+                flags: SEQ_EOM,
+                buf_alloc: 1 << 16,
+                fwd_cnt,
+            };
+            let _ = shard.handle_packet(now, &header);
+            let _ = shard.consume(flow, 1500);
+            let _ = shard.consume_empty(flow, 1);
+        }
+        let _ = shard.set_buf_alloc(flow, 5000);
+        let _ = shard.shutdown(now, flow, Directions::SEND);
+    }
+    for round in 0..20 {
+        shard.handle_timeout(now + Duration::from_secs(round));
+        while shard.poll_event().is_some() {}
+        for _ in 0..100 {
+            let packet = shard.poll_transmit(now, 2000);
+            packet
+                .and_then(|it| it.span)
+                .map(|it| shard.handle_released(it));
+        }
+    }
+    let left: Vec<FlowId> = ids(shard);
+    for flow in left {
+        let _ = shard.reset(flow);
+    }
+    while shard.poll_event().is_some() {}
+    while shard.poll_transmit(now, 0).is_some() {}
+    assert_unused(shard);
+}
+
+fn assert_unused(shard: &Shard) {
+    assert_eq!((shard.occupied(), shard.live), (0, 0));
+    assert_eq!((shard.held_ports, shard.undecided), (0, 0));
+    assert_eq!((shard.ports.len(), shard.ports.occupied()), (1, 0));
+    assert!(shard.timers.is_empty() && !shard.has_transmit() && !shard.has_events());
+}
+
+#[test]
+fn a_truncated_or_longer_snapshot_is_refused() {
+    let shard = busy();
+    let mut bytes = shard.save(Instant::ZERO);
+    let mut successor = successor_of(&shard);
+    for len in 0..bytes.len() {
+        let result = successor.restore(Instant::ZERO, &bytes[..len]);
+        assert_eq!(result, Err(RestoreError::Length), "{len}");
+        assert_unused(&successor);
+    }
+    bytes.push(0);
+    let result = successor.restore(Instant::ZERO, &bytes);
+    assert_eq!(result, Err(RestoreError::Length));
+    bytes.pop();
+    let flows = successor.restore(Instant::ZERO, &bytes).unwrap();
+    assert_eq!(flows.len(), 4, "without the undecided and the closed one");
+    let result = successor.restore(Instant::ZERO, &bytes);
+    assert_eq!(result, Err(RestoreError::InUse));
+    exercise(&mut successor, &flows);
+}
+
+#[test]
+fn a_forged_snapshot_is_refused_or_harmless() {
+    let shard = busy();
+    let bytes = shard.save(Instant::ZERO);
+    let mut accepted = 0;
+    let mut attempt = |forged: &[u8]| {
+        let mut successor = successor_of(&shard);
+        match successor.restore(Instant::ZERO, forged) {
+            Ok(flows) => {
+                accepted += 1;
+                exercise(&mut successor, &flows);
+            }
+            Err(_) => assert_unused(&successor),
+        }
+    };
+    let numbers = [0, 1, 1 << 31, u32::MAX];
+    for at in 0..bytes.len() {
+        for mask in (0..8).map(|bit| 1 << bit).chain([0xff]) {
+            let mut forged = bytes.clone();
+            forged[at] ^= mask;
+            attempt(&forged);
+        }
+        for number in numbers {
+            let mut forged = bytes.clone();
+            let len = forged.len().min(at + 4) - at;
+            forged[at..at + len].copy_from_slice(&number.to_le_bytes()[..len]);
+            attempt(&forged);
+        }
+    }
+    assert!(accepted > bytes.len(), "most fields are free: {accepted}");
+}
+
+#[test]
+fn a_snapshot_of_another_version_is_refused_by_name() {
+    let shard = busy();
+    let mut bytes = shard.save(Instant::ZERO);
+    bytes[8] = 77;
+    let result = successor_of(&shard).restore(Instant::ZERO, &bytes);
+    assert_eq!(result, Err(RestoreError::Version(77)));
+    assert!(RestoreError::Version(77).to_string().contains("77"));
+    bytes[0] = 0;
+    let result = successor_of(&shard).restore(Instant::ZERO, &bytes);
+    assert_eq!(result, Err(RestoreError::NotASnapshot));
+}
+
+#[test]
+fn a_snapshot_of_another_endpoint_is_refused() {
+    let shard = busy();
+    let mut bytes = shard.save(Instant::ZERO);
+    for other in [ShardConfig::device(Cid::new(4)), ShardConfig::driver(GUEST)] {
+        let result = with_config(&other).restore(Instant::ZERO, &bytes);
+        assert_eq!(result, Err(RestoreError::OtherEndpoint));
+    }
+    // The connections are of CID 3, whatever the head of the snapshot says.
+    bytes[16] = 4;
+    let mut other = with_config(&ShardConfig::device(Cid::new(4)));
+    let result = other.restore(Instant::ZERO, &bytes);
+    assert_eq!(result, Err(RestoreError::OtherEndpoint));
+    assert_unused(&other);
+}
+
+#[test]
+fn too_many_connections_are_refused() {
+    let shard = busy();
+    let bytes = shard.save(Instant::ZERO);
+    let config = ShardConfig {
+        max_connections: MOST - 1,
+        ..shard.config.clone()
+    };
+    let mut successor = with_config(&config);
+    let result = successor.restore(Instant::ZERO, &bytes);
+    assert_eq!(result, Err(RestoreError::TooManyConnections));
+    assert_unused(&successor);
+}
+
+#[test]
+fn two_connections_with_the_same_addresses_are_refused() {
+    let mut shard = busy();
+    let key = shard.table.slots[0].connection.as_ref().unwrap().key;
+    shard.table.slots[1].connection.as_mut().unwrap().key = key;
+    // Both can be found, as it were.
+    let bytes = shard.save(Instant::ZERO);
+    let mut successor = successor_of(&shard);
+    let result = successor.restore(Instant::ZERO, &bytes);
+    assert_eq!(result, Err(RestoreError::Duplicate));
+    assert_unused(&successor);
+}
+
+/// A connection of a guest to a device, accepted.
+fn accepted() -> (Shard, FlowId) {
+    let mut shard = with_config(&ShardConfig::device(GUEST));
+    let header = Repr {
+        src: address(3, 5),
+        dst: address(2, SERVICE),
+        len: 0,
+        socket_type: SocketType::Stream.into(),
+        op: Op::Request.into(),
+        flags: 0,
+        buf_alloc: 4096,
+        fwd_cnt: 0,
+    };
+    let handled = shard.handle_packet(Instant::ZERO, &header);
+    assert_eq!(handled, Disposition::Handled);
+    let Some(Event::Incoming { flow, .. }) = shard.poll_event() else {
+        panic!("no request");
+    };
+    (shard, flow)
+}
+
+#[test]
+fn reservations_are_cancelled_and_wake_the_waiter() {
+    let (mut shard, flow) = accepted();
+    shard.accept(Instant::ZERO, flow).unwrap();
+    assert!(shard.poll_transmit(Instant::ZERO, 0).is_some());
+    let _reservation = shard.reserve(flow, 4096).unwrap();
+    assert!(shard.reserve(flow, 1).is_err());
+    let bytes = shard.save(Instant::ZERO);
+    let mut successor = successor_of(&shard);
+    let flows = successor.restore(Instant::ZERO, &bytes).unwrap();
+    let &[flow] = &flows[..] else { panic!() };
+    assert_eq!(successor.poll_event(), Some(Event::Writable { flow }));
+    assert_eq!(successor.flow(flow).unwrap().send_credit, 4096);
+}
+
+#[test]
+fn times_count_from_the_restore() {
+    let (mut shard, flow) = accepted();
+    shard.accept(Instant::ZERO, flow).unwrap();
+    let hour = Instant::from_nanos(3_600_000_000_000);
+    shard.shutdown(hour, flow, Directions::BOTH).unwrap();
+    let second = Duration::from_secs(1);
+    let bytes = shard.save(hour + second);
+    let mut successor = successor_of(&shard);
+    successor.restore(Instant::ZERO, &bytes).unwrap();
+    let left = Instant::ZERO + (shard.config.close_timeout - second);
+    assert_eq!(successor.poll_timeout(), Some(left));
+}
+
+#[test]
+fn an_undecided_connection_is_reported_again() {
+    let (shard, _) = accepted();
+    let bytes = shard.save(Instant::ZERO);
+    let mut successor = successor_of(&shard);
+    assert_eq!(successor.restore(Instant::ZERO, &bytes), Ok(vec![]));
+    assert_eq!(successor.ports.waiting(address(2, SERVICE)), Some(1));
+    let Some(Event::Incoming { flow, .. }) = successor.poll_event() else {
+        panic!("not reported");
+    };
+    successor.accept(Instant::ZERO, flow).unwrap();
+    assert_eq!(successor.ports.waiting(address(2, SERVICE)), Some(0));
+}
+
+/// A log with numbered entries.
+#[derive(Clone, Debug, Default)]
+struct Log(Arc<std::sync::Mutex<Vec<Option<LoggedFlow>>>>);
+
+impl FlowLog for Log {
+    fn is_full(&self) -> bool {
+        false
+    }
+
+    fn enter(&mut self, flow: LoggedFlow) -> u32 {
+        let mut entries = self.0.lock().unwrap();
+        entries.push(Some(flow));
+        entries.len() as u32 - 1
+    }
+
+    fn clear(&mut self, entry: u32) {
+        let flow = self.0.lock().unwrap()[entry as usize].take();
+        assert!(flow.is_some(), "cleared twice");
+    }
+}
+
+#[test]
+fn a_restored_connection_keeps_its_entry_in_the_log_or_gets_one() {
+    let (shard, _) = accepted();
+    let bytes = shard.save(Instant::ZERO);
+    let of = |port, socket_type| LoggedFlow {
+        local: address(2, SERVICE),
+        peer: address(3, port),
+        socket_type,
+    };
+    let own = of(5, SocketType::Stream);
+    for (found, left) in [
+        (vec![own], vec![Some(own)]),
+        (vec![own, own], vec![Some(own), None]),
+        (vec![of(5, SocketType::SeqPacket)], vec![None, Some(own)]),
+        (vec![], vec![Some(own)]),
+    ] {
+        let mut log = Log::default();
+        for flow in &found {
+            log.enter(*flow);
+        }
+        let mut successor = successor_of(&shard);
+        successor.set_flow_log(Box::new(log.clone()));
+        successor.restore(Instant::ZERO, &bytes).unwrap();
+        for (entry, flow) in (0..).zip(found) {
+            assert!(!successor.reset_stale(entry, flow), "it is not stale");
+        }
+        let stale = of(6, SocketType::Stream);
+        let entry = log.enter(stale);
+        assert!(successor.reset_stale(entry, stale));
+        successor.finish_restore();
+        let mut entries = log.0.lock().unwrap().clone();
+        assert_eq!(entries.remove(entry as usize), Some(stale));
+        assert_eq!(entries, left);
+
+        for flow in ids(&successor) {
+            let _ = successor.reset(flow);
+        }
+        while successor.poll_event().is_some() {}
+        while successor.poll_transmit(Instant::ZERO, 0).is_some() {}
+        successor.handle_published();
+        assert!(log.0.lock().unwrap().iter().all(Option::is_none));
+        assert_unused(&successor);
+    }
+}
+
+#[test]
+fn a_restored_connection_without_an_entry_ends_without_one() {
+    let (shard, _) = accepted();
+    let bytes = shard.save(Instant::ZERO);
+    let log = Log::default();
+    let mut successor = successor_of(&shard);
+    successor.set_flow_log(Box::new(log.clone()));
+    successor.restore(Instant::ZERO, &bytes).unwrap();
+    exercise(&mut successor, &[]);
+    successor.handle_published();
+    assert_eq!(log.0.lock().unwrap().len(), 0);
+    assert_unused(&successor);
 }

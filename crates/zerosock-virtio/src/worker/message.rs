@@ -1,19 +1,30 @@
 //! The messages of other threads to a worker.
 
 use std::fmt;
+use std::sync::mpsc;
 
 use zerosock_vhost_user::liveness::LivenessQuery;
 use zerosock_vhost_user::{DeviceCommand, DevicePort, Reply};
 
-use super::Worker;
-use crate::device::WorkerDevice;
+use crate::device::{Context, WorkerDevice};
 use crate::mailbox::Sender;
 
 /// A change of the state that the devices of a worker share.
 pub type Update<D> = Box<dyn FnOnce(&mut <D as WorkerDevice>::Shared) + Send>;
 
-/// What a worker does on its thread, between two turns.
-pub type Task<D> = Box<dyn FnOnce(&mut Worker<D>) + Send>;
+/// A step of a pause: what is done for each device of the worker, between two turns.
+pub struct PauseStep<D: WorkerDevice> {
+    /// Whether the worker is paused from now on: then it handles messages, those of devices too, and nothing
+    /// else. Nothing is lost meanwhile.
+    pub is_paused: bool,
+    /// Called for each device.
+    pub call: DeviceCall<D>,
+    /// Gets a message when it was called for all of them.
+    pub done: mpsc::Sender<()>,
+}
+
+/// See [`PauseStep`].
+pub type DeviceCall<D> = Box<dyn for<'a> FnMut(&mut D, &mut Context<'a, D>) + Send>;
 
 /// A message of another thread to a worker.
 pub enum WorkerMessage<D: WorkerDevice> {
@@ -42,8 +53,8 @@ pub enum WorkerMessage<D: WorkerDevice> {
     },
     /// Change the shared state.
     Update(Update<D>),
-    /// Do this. It may [pause](Worker::set_paused) the worker.
-    Task(Task<D>),
+    /// Pause, do a step of it, or go on.
+    Pause(PauseStep<D>),
     /// Answered as soon as it is handled.
     Liveness(LivenessQuery),
     /// End all devices and the thread.
@@ -58,7 +69,7 @@ impl<D: WorkerDevice> fmt::Debug for WorkerMessage<D> {
             WorkerMessage::AddDevice(_) => "AddDevice",
             WorkerMessage::RemoveDevice { .. } => "RemoveDevice",
             WorkerMessage::Update(_) => "Update",
-            WorkerMessage::Task(_) => "Task",
+            WorkerMessage::Pause(_) => "Pause",
             WorkerMessage::Liveness(_) => "Liveness",
             WorkerMessage::Shutdown => "Shutdown",
         })

@@ -10,7 +10,7 @@ use zerosock_proto::Instant;
 
 use super::Worker;
 use super::intake::Intake;
-use super::message::WorkerMessage;
+use super::message::{PauseStep, WorkerMessage};
 use crate::device::WorkerDevice;
 
 impl<D: WorkerDevice> Worker<D> {
@@ -72,13 +72,13 @@ impl<D: WorkerDevice> Worker<D> {
         let mut messages = Vec::new();
         let mut intake = Intake::default();
         let mut queued = self.mailbox.drain();
-        // A task may pause the worker: the messages behind it stay in their order.
+        // A worker that pauses handles the messages behind in their order.
         let mut ends_batch = false;
         while intake.is_open()
             && !ends_batch
             && let Some(message) = queued.next()
         {
-            ends_batch = matches!(message, WorkerMessage::Task(_));
+            ends_batch = matches!(message, WorkerMessage::Pause(_));
             match &message {
                 WorkerMessage::Device { message, .. } => intake.add_of_device(message),
                 _ => intake.add(),
@@ -127,7 +127,7 @@ impl<D: WorkerDevice> Worker<D> {
             WorkerMessage::AddDevice(device) => self.add_device(*device, now),
             WorkerMessage::RemoveDevice { number } => self.remove_device(number, now),
             WorkerMessage::Update(update) => update(&mut self.shared),
-            WorkerMessage::Task(task) => task(self),
+            WorkerMessage::Pause(step) => self.pause_step(step, now),
             WorkerMessage::Liveness(query) => query.answer(),
             WorkerMessage::Shutdown => {
                 self.end_devices();
@@ -136,6 +136,21 @@ impl<D: WorkerDevice> Worker<D> {
             }
         }
         true
+    }
+
+    fn pause_step(&mut self, mut step: PauseStep<D>, now: Instant) {
+        self.is_paused = step.is_paused;
+        for number in self.devices.numbers() {
+            let (device, mut cx) = self.lend(number, now);
+            if let Some(device) = device {
+                device.begin_call(cx.shared);
+                (step.call)(device, &mut cx);
+                device.end_call(cx.shared);
+                self.activate(number);
+            }
+        }
+        // The receiver may have given up.
+        let _ = step.done.send(());
     }
 
     /// Ends all devices: see [`WorkerDevice::end`].

@@ -24,7 +24,7 @@ mod messages;
 #[cfg(test)]
 mod tests;
 
-pub use self::message::{Task, Update, WorkerMessage, WorkerPort};
+pub use self::message::{DeviceCall, PauseStep, Update, WorkerMessage, WorkerPort};
 use crate::clock::Clock;
 use crate::device::{Context, Event, WorkerDevice};
 use crate::mailbox::{Mailbox, Sender};
@@ -178,12 +178,6 @@ impl<D: WorkerDevice> Worker<D> {
             armed: None,
         };
         self.devices.0.insert(number, slot);
-    }
-
-    /// Pauses the worker after the task that calls this, or lets it go on: while it is paused it handles
-    /// messages, those of devices too, and nothing else. Nothing is lost meanwhile.
-    pub fn set_paused(&mut self, is_paused: bool) {
-        self.is_paused = is_paused;
     }
 
     /// The clock of the worker and its devices.

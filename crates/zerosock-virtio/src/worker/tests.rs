@@ -8,7 +8,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use zerosock_proto::Instant;
 use zerosock_sys::notify::{CallFd, CallThread, Notifier, ThreadCount};
 
-use super::{Worker, WorkerMessage};
+use super::{PauseStep, Worker, WorkerMessage};
 use crate::mailbox::{Mailbox, Sender};
 use crate::numbers::Numbers;
 use crate::outbox::DeviceAddr;
@@ -137,23 +137,24 @@ fn a_paused_worker_handles_messages_in_order_and_nothing_else() {
         message: Note::Number(number),
     };
     let (seen, found) = std::sync::mpsc::channel();
-    let tell = move || {
+    let (done, is_done) = std::sync::mpsc::channel();
+    let step = |is_paused| {
         let seen = seen.clone();
-        let task = move |worker: &mut Worker<TestDevice>| seen.send(calls(worker, 0)).unwrap();
-        WorkerMessage::Task(Box::new(task))
-    };
-    let pause = |is_paused| {
-        let task = move |worker: &mut Worker<TestDevice>| worker.set_paused(is_paused);
-        WorkerMessage::Task(Box::new(task))
+        WorkerMessage::Pause(PauseStep {
+            is_paused,
+            call: Box::new(move |device: &mut TestDevice, _| {
+                seen.send(std::mem::take(&mut device.calls)).unwrap();
+            }),
+            done: done.clone(),
+        })
     };
     for message in [
         note(1),
-        pause(true),
+        step(true),
         note(2),
-        tell(),
+        step(true),
         note(3),
-        tell(),
-        pause(false),
+        step(false),
         note(4),
     ] {
         sender.send(message).unwrap();
@@ -164,8 +165,13 @@ fn a_paused_worker_handles_messages_in_order_and_nothing_else() {
     let found: Vec<_> = found.try_iter().collect();
     assert_eq!(
         found,
-        [vec![Call::Note(1), Call::Note(2)], vec![Call::Note(3)]]
+        [
+            vec![Call::Note(1)],
+            vec![Call::Note(2)],
+            vec![Call::Note(3)]
+        ]
     );
+    assert_eq!(is_done.try_iter().count(), 3);
     let after = calls(&mut worker, 0);
     assert_eq!(after.last(), Some(&Call::Turn));
     assert!(after.contains(&Call::Note(4)) && after.contains(&Call::Event(77)));

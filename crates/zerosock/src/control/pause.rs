@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 
 use rustix::fd::BorrowedFd;
 use zerosock_proto::Cid;
-use zerosock_virtio::device::WorkerDevice;
 use zerosock_virtio::mailbox::Sender;
+use zerosock_virtio::worker::PauseStep;
 
-use crate::device::{Worker, WorkerMessage};
+use crate::device::{Context, Device, WorkerMessage};
 
 /// How long the threads may take to stop.
 const LIMIT: Duration = Duration::from_secs(1);
@@ -82,38 +82,18 @@ pub(super) fn pause(
         workers,
         _control: control,
     };
-    paused.round(until, |worker| {
-        worker.set_paused(true);
-        for_each_device(worker, |device, cx| device.release(cx));
-    })?;
+    paused.round(until, |device, cx| device.release(cx))?;
     for _ in 0..ROUNDS {
-        paused.round(until, |_| {})?;
+        paused.round(until, |_, _| {})?;
     }
     let keep = Arc::clone(keep);
-    paused.round(until, move |worker| {
-        for_each_device(worker, |device, cx| {
-            let (cid, pair) = (device.cid(), device.saved_pair());
-            if let Some(pair) = pair {
-                device.save(cx, |bytes, fds| keep(cid, pair, bytes, fds));
-            }
-        });
+    paused.round(until, move |device, cx| {
+        let cid = device.cid();
+        if let Some(pair) = device.saved_pair() {
+            device.save(cx, |bytes, fds| keep(cid, pair, bytes, fds));
+        }
     })?;
     Ok(paused)
-}
-
-fn for_each_device(
-    worker: &mut Worker,
-    mut call: impl FnMut(&mut crate::device::Device, &mut crate::device::Context<'_>),
-) {
-    let now = worker.clock().now();
-    for number in worker.devices.numbers() {
-        let (device, mut cx) = worker.lend(number, now);
-        if let Some(device) = device {
-            device.begin_call(cx.shared);
-            call(device, &mut cx);
-            device.end_call(cx.shared);
-        }
-    }
 }
 
 fn wait<T>(answers: &mpsc::Receiver<T>, until: Instant) -> Result<T, PauseError> {
@@ -125,39 +105,37 @@ fn wait<T>(answers: &mpsc::Receiver<T>, until: Instant) -> Result<T, PauseError>
 }
 
 impl Paused {
-    /// Lets each worker do something, and waits until all have.
+    /// Lets each worker do something for each of its devices, and waits until all have.
     fn round(
         &self,
         until: Instant,
-        call: impl FnOnce(&mut Worker) + Clone + Send + 'static,
+        call: impl FnMut(&mut Device, &mut Context<'_>) + Clone + Send + 'static,
     ) -> Result<(), PauseError> {
         let (done, is_done) = channel();
         for worker in &self.workers {
-            let (call, done) = (call.clone(), done.clone());
-            let task = move |worker: &mut Worker| {
-                call(worker);
-                // It may have been given up.
-                let _ = done.send(());
-            };
-            let task = WorkerMessage::Task(Box::new(task));
-            worker.send(task).map_err(|_| PauseError::Ending)?;
+            let step = WorkerMessage::Pause(PauseStep {
+                is_paused: true,
+                call: Box::new(call.clone()),
+                done: done.clone(),
+            });
+            worker.send(step).map_err(|_| PauseError::Ending)?;
         }
         drop(done);
-        self.workers.iter().try_for_each(|_| wait(&is_done, until))
+        let mut workers = self.workers.iter();
+        workers.try_for_each(|_| wait(&is_done, until))
     }
 }
 
 impl Drop for Paused {
     fn drop(&mut self) {
         for worker in &self.workers {
-            let resume = |worker: &mut Worker| {
-                worker.set_paused(false);
-                for number in worker.devices.numbers() {
-                    worker.activate(number);
-                }
-            };
+            let resume = WorkerMessage::Pause(PauseStep {
+                is_paused: false,
+                call: Box::new(|_, _| {}),
+                done: channel().0,
+            });
             // A worker that has ended needs none.
-            let _ = worker.send(WorkerMessage::Task(Box::new(resume)));
+            let _ = worker.send(resume);
         }
     }
 }

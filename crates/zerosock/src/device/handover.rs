@@ -9,8 +9,7 @@
 //!
 //! # What is not handed over
 //! Each of these is reset, as by a crash: connections of several queue pairs with siblings, of which no
-//! program has decided yet (the guest's request is decided anew), with a part of a message sent, with
-//! zero-copy sends in flight; those of guest endpoints and their doorbells. Datagrams on their way are lost,
+//! program has decided yet (the guest's request is decided anew), with zero-copy sends in flight; those of guest endpoints and their doorbells. Datagrams on their way are lost,
 //! and their sockets outside begin anew.
 //!
 //! # Invariants
@@ -42,7 +41,7 @@ use crate::device::guest_bridges::GuestBridges;
 use crate::device::host_sockets::HostSocket;
 use crate::device::outbound::Outbound;
 use crate::device::state::host::Caller;
-use crate::device::state::messages::Messages;
+use crate::device::state::messages::{Messages, Sending};
 use crate::device::state::peer::Peer;
 use crate::device::state::sibling_message::SiblingMessage;
 
@@ -146,7 +145,6 @@ impl Device {
         if bridge.outbound.held_chains() > 0
             || bridge.has_lost_bytes()
             || bridge.has_sends_in_flight()
-            || messages.is_some_and(|messages| messages.sending.is_some())
         {
             return None;
         }
@@ -190,6 +188,7 @@ impl Device {
                 outbound: messages.outbound.iter().copied().collect(),
                 incomplete: messages.incomplete,
                 inbound: messages.inbound.iter().copied().collect(),
+                sending: messages.sending.as_ref().map(|it| (it.left, it.ends)),
             }),
             forwarded: bridge.forwarded.as_deref().map(Forwarded::save),
             from_guest: bridge.from_guest,
@@ -385,14 +384,25 @@ impl GuestBridges<'_, '_> {
         }
         let mut bridge = Bridge::restored(flow, peer, saved.state);
         bridge.outbound = Outbound::of_copies(outbound.to_vec());
-        bridge.messages = saved.messages.map(|messages| {
-            Box::new(Messages {
+        if let Some(messages) = saved.messages {
+            let mut sending = None;
+            if let (Some((left, ends)), Some(flow)) = (messages.sending, flow) {
+                let Some(reservation) = self.device.shard.resume_message(flow, left) else {
+                    return false;
+                };
+                sending = Some(Sending {
+                    reservation,
+                    left,
+                    ends,
+                });
+            }
+            bridge.messages = Some(Box::new(Messages {
                 outbound: messages.outbound.into(),
                 incomplete: messages.incomplete,
                 inbound: messages.inbound.into(),
-                sending: None,
-            })
-        });
+                sending,
+            }));
+        }
         bridge.forwarded = forwarded;
         (bridge.from_guest, bridge.to_guest) = (saved.from_guest, saved.to_guest);
         if is_open {

@@ -234,7 +234,7 @@ impl World {
                     result,
                     Err(CommitError::Interleaved | CommitError::ManyEmpty)
                 );
-                if end.is_some() && !waits || result.is_err() && !waits {
+                if !waits && (end.is_some() || result.is_err()) {
                     of.message = None;
                 }
                 format!("{result:?}")
@@ -616,9 +616,9 @@ fn exercise(shard: &mut Shard, flows: &[FlowId]) {
         while shard.poll_event().is_some() {}
         for _ in 0..100 {
             let packet = shard.poll_transmit(now, 2000);
-            packet
-                .and_then(|it| it.span)
-                .map(|it| shard.handle_released(it));
+            if let Some(span) = packet.and_then(|it| it.span) {
+                shard.handle_released(span);
+            }
         }
     }
     let left: Vec<FlowId> = ids(shard);

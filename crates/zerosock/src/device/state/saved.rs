@@ -96,6 +96,8 @@ pub(in crate::device) struct SavedMessages {
     pub(in crate::device) outbound: Vec<(u32, MessageEnd)>,
     pub(in crate::device) incomplete: u32,
     pub(in crate::device) inbound: Vec<(u32, MessageEnd)>,
+    /// The rest of the message that is being sent to the guest.
+    pub(in crate::device) sending: Option<(u32, MessageEnd)>,
 }
 
 /// A program that waits until the guest's listener has room.

@@ -546,7 +546,12 @@ impl RxCredit {
         if bytes > self.unread() {
             return None;
         }
+        let promised = self.promised_end.wrapping_sub(self.fwd_cnt);
         self.fwd_cnt = self.fwd_cnt.wrapping_add(bytes);
+        if bytes > promised {
+            // The peer has used space that was free and not announced.
+            self.promised_end = self.fwd_cnt;
+        }
         Some(if self.waiting_step > 0 {
             self.consumed_in_steps(peer_buffer)
         } else {

@@ -20,6 +20,28 @@ fn send(tx: &mut TxCredit, len: u32) -> u32 {
 
 /// virtio 1.2, 5.10.6.3: payload must not exceed the peer's free space.
 #[test]
+fn space_that_is_used_before_it_is_announced_gives_no_more_credit() {
+    let mut rx = RxCredit::new(0, 100);
+    rx.announce();
+    let take = |rx: &mut RxCredit, len: u32| {
+        assert!(rx.allows(len));
+        rx.receive(len);
+    };
+    take(&mut rx, 100);
+    rx.consume(40, 100).unwrap();
+    // The peer does not know of this space, and may use it.
+    take(&mut rx, 40);
+    rx.consume(70, 100).unwrap();
+    assert_eq!((rx.unread(), rx.window()), (30, 100));
+    assert!(rx.allows(70) && !rx.allows(71));
+    rx.announce();
+    assert_eq!(rx.window(), 100);
+    // An old promise stays: the peer was told of 100 bytes from 110 on.
+    rx.set_buf_alloc(10);
+    assert!(rx.allows(70) && !rx.allows(71));
+}
+
+#[test]
 fn free_space_is_the_buffer_minus_bytes_in_flight() {
     let mut tx = sender(0, 1000);
     assert_eq!(tx.available(), 1000);

@@ -1,7 +1,7 @@
 //! Upgrades of `zerosock serve` under traffic, with guests that are drivers in this process: connections between guests, of
 //! messages, by rule, and of host programs go on, and no byte is lost.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, UdpSocket};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -53,6 +53,14 @@ impl Lab {
         let before = self.count("has taken over");
         self.serve.signal("USR2");
         wait_until("an upgrade", || self.count("has taken over") > before);
+    }
+
+    fn kill_worker(&self) {
+        let id = self.serve.child.id();
+        let children = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children"));
+        let worker: i32 = children.unwrap().trim().parse().expect("one child");
+        let worker = rustix::process::Pid::from_raw(worker).unwrap();
+        rustix::process::kill_process(worker, rustix::process::Signal::KILL).unwrap();
     }
 
     /// A host program that is connected to a port of a guest.
@@ -160,7 +168,7 @@ fn connections_of_all_kinds_outlast_upgrades() {
     udp.set_read_timeout(Some(DEADLINE)).unwrap();
     let (tcp_at, udp_at) = (server.local_addr().unwrap(), udp.local_addr().unwrap());
     let lab = Lab::start(&format!(
-        "forward: [{{port: 80, to: 'tcp:{tcp_at}'}}, {{port: 53, to: 'udp:{udp_at}'}}]\n"
+        "forward: [{{port: 80, to: 'tcp:{tcp_at}', zero_copy: always}}, {{port: 53, to: 'udp:{udp_at}'}}]\n"
     ));
     let (three, four) = (lab.guest(3), lab.guest(4));
     let listener = four.listen(Port::new(1), 8).unwrap();
@@ -245,4 +253,37 @@ fn an_upgrade_that_fails_changes_nothing() {
     (&stream).write_all(b"again").unwrap();
     (&at_stream).read_exact(&mut buffer).unwrap();
     assert_eq!(&buffer, b"again");
+}
+
+/// What the kernel has not sent yet when the process is killed lies in memory that the successor gives back to the guest.
+#[test]
+fn a_connection_with_zero_copy_sends_is_reset_by_a_crash() {
+    let server = TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = server.local_addr().unwrap();
+    let lab = Lab::start(&format!(
+        "forward: [{{port: 80, to: 'tcp:{at}', zero_copy: always}}, {{port: 81, to: 'tcp:{at}', zero_copy: never}}]\n"
+    ));
+    let three = lab.guest(3);
+    for (port, is_reset) in [(80, true), (81, false)] {
+        let stream = three.connect(address(2, port)).unwrap();
+        let (mut target, _) = server.accept().unwrap();
+        // Large enough for a send without a copy.
+        let bytes: Vec<u8> = (0..1 << 18).map(byte).collect();
+        thread::scope(|scope| {
+            scope.spawn(|| (&stream).write_all(&bytes).unwrap());
+            let mut received = vec![0; bytes.len()];
+            target.read_exact(&mut received).unwrap();
+            assert_eq!(received, bytes);
+        });
+        // This resets connections that have begun meanwhile, too.
+        let reset = "sent TRANSPORT_RESET";
+        let before = lab.count(reset);
+        lab.kill_worker();
+        wait_until("a successor", || lab.count(reset) > before);
+        let end = target.read(&mut [0]);
+        match is_reset {
+            true => assert_eq!(end.unwrap_err().kind(), ErrorKind::ConnectionReset),
+            false => assert_eq!(end.unwrap(), 0),
+        }
+    }
 }

@@ -1,7 +1,8 @@
 //! Pauses a daemon, so that another process can continue what it has.
 //!
 //! # Steps
-//! The control thread stops first, between two requests of front-ends, then the workers. Messages between
+//! First no more zero-copy sends begin, and those in flight have [`SENDS`] to end; a connection with one that has
+//! not ended is not passed on. Then the control thread stops, between two requests of front-ends, then the workers. Messages between
 //! devices are handled in three rounds: a buffer that is recalled in the first comes back in the second, and
 //! is returned to the guest before the third ends.
 //!
@@ -10,7 +11,9 @@
 //! - Dropping [`Paused`] lets it go on.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, channel};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::fd::BorrowedFd;
@@ -22,6 +25,10 @@ use crate::device::{Context, Device, WorkerMessage};
 
 /// How long the threads may take to stop.
 const LIMIT: Duration = Duration::from_secs(1);
+/// How long zero-copy sends in flight may take to end.
+const SENDS: Duration = Duration::from_millis(300);
+/// Pause between two looks at them.
+const LOOK: Duration = Duration::from_millis(2);
 /// Rounds of messages between the stop and the save.
 const ROUNDS: usize = 2;
 
@@ -45,7 +52,8 @@ pub enum PauseError {
 #[derive(Debug)]
 pub struct Paused {
     workers: Vec<Sender<WorkerMessage>>,
-    _control: mpsc::Sender<()>,
+    /// Dropping it lets the control thread go on.
+    control: Option<mpsc::Sender<()>>,
 }
 
 /// An order to the control thread to stop.
@@ -71,6 +79,7 @@ pub(super) fn pause(
     order: impl FnOnce(PauseOrder) -> bool,
     keep: &Keep,
 ) -> Result<Paused, PauseError> {
+    let mut paused = end_sends(workers)?;
     let until = Instant::now() + LIMIT;
     let (stopped, has_stopped) = channel();
     let (control, resumed) = channel();
@@ -78,22 +87,41 @@ pub(super) fn pause(
         return Err(PauseError::Ending);
     }
     wait(&has_stopped, until)?;
-    let paused = Paused {
-        workers,
-        _control: control,
-    };
-    paused.round(until, |device, cx| device.release(cx))?;
+    paused.control = Some(control);
+    paused.round(true, until, |device, cx| device.release(cx))?;
     for _ in 0..ROUNDS {
-        paused.round(until, |_, _| {})?;
+        paused.round(true, until, |_, _| {})?;
     }
     let keep = Arc::clone(keep);
-    paused.round(until, move |device, cx| {
+    paused.round(true, until, move |device, cx| {
         let cid = device.cid();
         if let Some(pair) = device.saved_pair() {
             device.save(cx, |bytes, fds| keep(cid, pair, bytes, fds));
         }
     })?;
     Ok(paused)
+}
+
+/// Lets the workers begin no more zero-copy sends, and waits for those in flight.
+fn end_sends(workers: Vec<Sender<WorkerMessage>>) -> Result<Paused, PauseError> {
+    let paused = Paused {
+        workers,
+        control: None,
+    };
+    let begin = Instant::now();
+    loop {
+        let in_flight = Arc::<AtomicBool>::default();
+        let found = Arc::clone(&in_flight);
+        paused.round(false, Instant::now() + LIMIT, move |device, _| {
+            if device.set_ending(true) {
+                found.store(true, Ordering::Relaxed);
+            }
+        })?;
+        if !in_flight.load(Ordering::Relaxed) || begin.elapsed() > SENDS {
+            return Ok(paused);
+        }
+        thread::sleep(LOOK);
+    }
 }
 
 fn wait<T>(answers: &mpsc::Receiver<T>, until: Instant) -> Result<T, PauseError> {
@@ -108,13 +136,14 @@ impl Paused {
     /// Lets each worker do something for each of its devices, and waits until all have.
     fn round(
         &self,
+        is_paused: bool,
         until: Instant,
         call: impl FnMut(&mut Device, &mut Context<'_>) + Clone + Send + 'static,
     ) -> Result<(), PauseError> {
         let (done, is_done) = channel();
         for worker in &self.workers {
             let step = WorkerMessage::Pause(PauseStep {
-                is_paused: true,
+                is_paused,
                 call: Box::new(call.clone()),
                 done: done.clone(),
             });
@@ -131,7 +160,9 @@ impl Drop for Paused {
         for worker in &self.workers {
             let resume = WorkerMessage::Pause(PauseStep {
                 is_paused: false,
-                call: Box::new(|_, _| {}),
+                call: Box::new(|device, _| {
+                    device.set_ending(false);
+                }),
                 done: channel().0,
             });
             // A worker that has ended needs none.

@@ -97,8 +97,8 @@ impl GuestBridges<'_, '_> {
                 // when its device has ended.
                 let by_copy = bridge.forwarded.is_none()
                     || self.device.driver != DriverKind::Vm
-                    // A successor returns the guest's buffers, and the kernel could still read them.
-                    || self.device.succession.is_kept
+                    // Another process is about to take over.
+                    || self.device.succession.is_ending
                     || self.device.queues.is_command_pending()
                     || self.device.lingering.len() >= self.cx.shared.limits.lingering / 2;
                 let Some(tx) = self.device.queues.rings.tx.as_ref() else {
@@ -109,7 +109,8 @@ impl GuestBridges<'_, '_> {
                     true => 0,
                     false => zero_copy_room(bridge, &tx.queue, others),
                 };
-                send_zero_copy(bridge, memory, room, self.cx)
+                let aborts = self.device.succession.is_kept;
+                send_zero_copy(bridge, memory, room, aborts, self.cx)
                     .unwrap_or_else(|| send_held(bridge, memory))
             } else {
                 send_overflow(bridge)
@@ -395,11 +396,14 @@ fn zero_copy_room(bridge: &Bridge, queue: &DeviceQueue, others: usize) -> usize 
     bridge.outbound.chains().take(half).take_while(fits).count()
 }
 
-/// Sends up to `room` held chains without a copy. `None`: they are to be copied.
+/// Sends up to `room` held chains without a copy. `None`: they are to be copied. `aborts`: if this process is
+/// killed, the connection is reset, so that the kernel drops its references before a successor returns the
+/// buffers.
 fn send_zero_copy(
     bridge: &mut Bridge,
     memory: &Memory,
     room: usize,
+    aborts: bool,
     cx: &Context<'_>,
 ) -> Option<Wrote> {
     let chains = room.min(bridge.outbound.held_chains());
@@ -420,6 +424,9 @@ fn send_zero_copy(
         .get_or_insert_with(|| notifications::permit(socket))
     {
         return None;
+    }
+    if aborts && !std::mem::replace(&mut sends.aborts, true) {
+        socket.abort();
     }
     let memory_before = match sends.numbered {
         true => None,

@@ -67,6 +67,12 @@ impl Device {
         self.cid
     }
 
+    /// Begins no more zero-copy sends, or begins some again. Returns whether some are in flight.
+    pub(crate) fn set_ending(&mut self, is_ending: bool) -> bool {
+        self.succession.is_ending = is_ending;
+        self.bridges.have_sends_in_flight()
+    }
+
     /// Copies out what is held of the guest, and recalls what siblings have.
     pub(crate) fn release(&mut self, cx: &mut Context<'_>) {
         self.drain_events(cx);
@@ -324,7 +330,12 @@ impl Device {
     /// A host socket of another process; `None`: it is none, or the budget has no place for it.
     fn restore_socket(&self, fd: OwnedFd) -> Option<HostSocket> {
         match self.account.take_descriptors(1) {
-            Ok(permit) => HostSocket::restored(fd, permit),
+            Ok(permit) => {
+                let socket = HostSocket::restored(fd, permit);
+                // It makes no zero-copy sends here.
+                socket.iter().for_each(HostSocket::close_in_order);
+                socket
+            }
             Err(_) => {
                 drop(PeerFd::from(fd).owned_by(&self.account));
                 None

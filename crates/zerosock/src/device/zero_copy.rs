@@ -4,6 +4,8 @@
 //! - A socket that is closed with sends in flight is reset, so that the kernel drops its references to
 //!   guest memory. (A packet that a network device has queued already can still leave after that, with
 //!   bytes that the guest has changed.)
+//! - So is one of a process that is killed, if there may be a successor: the kernel drops the references before
+//!   that one returns the buffers.
 //! - No send is in flight when a queue has stopped, the memory was replaced or the driver was reset by a
 //!   command: it waits for [`wait`] at most, then the connections are reset. After a disconnect, streams
 //!   that had ended in order have as long.
@@ -127,6 +129,11 @@ impl Bridge {
                 sends.forget();
             }
             self.read_reports(tx, cx);
+        } else if let (BridgePeer::Socket { socket, .. }, Some(sends)) =
+            (&self.peer, sends_of(&mut self.forwarded))
+            && sends.aborts
+        {
+            socket.close_in_order();
         }
         self.clear_outbound(tx);
     }

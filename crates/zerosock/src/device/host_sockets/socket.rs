@@ -170,6 +170,14 @@ impl HostSocket {
         }
     }
 
+    /// Takes [`abort`](Self::abort) back.
+    pub(crate) fn close_in_order(&self) {
+        if self.is_tcp() {
+            // Fails only if the connection has ended.
+            let _ = net::sockopt::set_socket_linger(self, None);
+        }
+    }
+
     /// Counts the socket against another account from now on.
     pub(crate) fn recount(self, permit: Permit) -> HostSocket {
         HostSocket(match self.0 {

@@ -16,6 +16,8 @@ use crate::routing::forward::RuleBoard;
 pub(crate) struct Succession {
     /// A successor of this process would continue the queues.
     pub(crate) is_kept: bool,
+    /// This process is about to stop for another one: no zero-copy send begins.
+    pub(crate) is_ending: bool,
     /// The memory of the flow log, until the device starts.
     pub(crate) flows: Option<StateMap>,
     /// The queues that another process has run are about to be started again: host programs wait for that.

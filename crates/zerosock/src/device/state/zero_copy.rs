@@ -42,6 +42,8 @@ pub(in crate::device) struct ZeroCopySends {
     pub(in crate::device) permitted: Option<bool>,
     /// The kernel has numbered a send.
     pub(in crate::device) numbered: bool,
+    /// The socket resets the connection when it is closed, also by the end of the process.
+    pub(in crate::device) aborts: bool,
     /// When the connection is reset if sends are in flight still: their ring is gone.
     pub(in crate::device) ends_by: Option<Instant>,
 }
@@ -62,6 +64,7 @@ impl ZeroCopySends {
             chains: VecDeque::new(),
             permitted: None,
             numbered: false,
+            aborts: false,
             ends_by: None,
         })
     }

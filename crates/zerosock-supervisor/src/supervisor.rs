@@ -89,6 +89,8 @@ pub struct Supervisor {
     /// A worker process has notified READY=1.
     ready: bool,
     upgrade: Option<Upgrade>,
+    /// An upgrade begins when the worker process is ready.
+    wants_upgrade: bool,
     /// That of the last upgrade, which successors run too.
     executable: Option<Executable>,
     buffer: Vec<u8>,
@@ -120,6 +122,7 @@ impl Supervisor {
             restarts: Restarts::default(),
             ready: false,
             upgrade: None,
+            wants_upgrade: false,
             executable: None,
             buffer: vec![0; MAX_DATAGRAM],
             config,
@@ -202,10 +205,14 @@ impl Supervisor {
                 error!("worker process {id} makes no progress and is killed");
                 worker.kill();
             }
+            if self.wants_upgrade && (worker.ready || worker.ending) {
+                self.wants_upgrade = false;
+                self.begin_upgrade(worker);
+            }
             let came = self.wait(Some(worker), deadline)?;
             for signal in self.signals.take() {
                 if signal == Signal::USR2 {
-                    self.begin_upgrade(worker);
+                    self.wants_upgrade = true;
                 } else {
                     self.cancel_upgrade(worker, &format!("{signal:?} came"));
                     worker.signal(signal);
@@ -240,8 +247,8 @@ impl Supervisor {
         let Some(path) = self.config.upgrade.as_deref() else {
             return warn!("no upgrade: there is no executable for it");
         };
-        if self.upgrade.is_some() || !worker.ready || worker.ending {
-            return warn!("no upgrade: the worker process is starting, ending, or being replaced");
+        if self.upgrade.is_some() || worker.ending {
+            return warn!("no upgrade: the worker process is ending, or being replaced already");
         }
         let begin = || {
             let executable = Executable::open(path)?;

@@ -330,7 +330,8 @@ fn an_upgrade_takes_over_or_leaves_the_worker_process_as_it_was() {
     let mut entries = "n/0=".to_owned();
     for count in 1..4 {
         running.signal(Signal::USR2);
-        assert_eq!(running.report(), format!("{entries} handover/state=1"));
+        let expected = format!("{entries} handover/state=1");
+        assert_eq!(running.report(), expected, "{}", running.log());
         let successor = serves(&running.report());
         assert_ne!(successor, worker);
         wait_for_end(worker);

@@ -24,6 +24,7 @@ mod net;
 mod number;
 mod perf;
 mod relay;
+mod sandbox;
 mod serve;
 mod service_manager;
 mod signals;
@@ -31,6 +32,7 @@ mod size;
 mod socket_access;
 mod sockets;
 mod supervised;
+mod user;
 pub mod vm;
 
 use std::process::ExitCode;

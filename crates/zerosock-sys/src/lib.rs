@@ -15,6 +15,7 @@
 //! - [`tun`] moves Ethernet frames between TAP interfaces and guest memory, [`xdp`] between queues of
 //!   other interfaces and guest memory (AF_XDP).
 //! - [`hugetlbfs`] has files of huge pages, [`pin`] keeps their pages in place, and [`pagemap`] knows where that is.
+//! - [`sandbox`] confines this process: capabilities, files and system calls.
 //! - [`PrivateMemory`] goes back to the system when it is dropped.
 //! - [`affinity`] pins threads, [`network`] isolates them, [`OwnerLock`] knows which of them holds it.
 //!
@@ -44,6 +45,7 @@ mod ready;
 pub mod reaper;
 pub mod reuseport;
 mod rtnetlink;
+pub mod sandbox;
 pub mod sigbus;
 mod slices;
 pub mod socket_file;

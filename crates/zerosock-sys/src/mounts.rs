@@ -9,9 +9,9 @@
 
 use std::collections::HashSet;
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io::{self, Read, Seek};
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use rustix::event::PollFlags;
@@ -108,6 +108,35 @@ impl Mount<'_> {
 /// Whether a user may decide where a path leads: root, or our own user.
 pub fn is_trusted_user(uid: u32) -> bool {
     uid == 0 || uid == rustix::process::geteuid().as_raw()
+}
+
+/// The list of mounts of the namespace in which other processes are, if this one has left it.
+static KEPT_LIST: OnceLock<File> = OnceLock::new();
+
+/// Keeps the list of mounts of this namespace, before this process leaves it.
+///
+/// # Errors
+/// `/proc` is not mounted.
+pub(crate) fn keep_list() -> io::Result<()> {
+    // An open file of procfs stays with the namespace in which it was opened.
+    let list = File::open("/proc/self/mountinfo")?;
+    let _ = KEPT_LIST.set(list);
+    Ok(())
+}
+
+/// The text of `/proc/self/mountinfo`, of the namespace in which other processes open their files.
+///
+/// # Errors
+/// `/proc` is not mounted.
+pub fn list_of_others() -> io::Result<String> {
+    let Some(mut list) = KEPT_LIST.get() else {
+        return fs::read_to_string("/proc/self/mountinfo");
+    };
+    // One control thread reads it.
+    list.rewind()?;
+    let mut text = String::new();
+    list.read_to_string(&mut text)?;
+    Ok(text)
 }
 
 /// The list of mounts when it was read last.

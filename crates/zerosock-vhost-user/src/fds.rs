@@ -12,7 +12,6 @@
 //!   a driver.
 //! - A descriptor of a kind that no request accepts goes to the reaper at once.
 
-use std::fs;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
@@ -145,7 +144,7 @@ impl std::fmt::Display for SentFd {
 /// other device numbers than the mount, and are found by its number only.
 fn file_system(fd: impl AsFd, [major, minor]: [u32; 2]) -> Option<String> {
     let number = mounts::number(fd).ok()??;
-    let list = fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let list = mounts::list_of_others().ok()?;
     let device = format!("{major}:{minor}");
     let mount = mounts::parse(&list).find(|it| it.id == number || it.device == device)?;
     Some(mount.kind.to_owned())

@@ -15,6 +15,8 @@ use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_cha
 use std::thread;
 use std::time::{Duration, Instant};
 
+use zerosock_sys::sandbox::{self, CapabilitySet};
+
 /// Lines that wait to be written, at most.
 const CAPACITY: usize = 8192;
 
@@ -54,7 +56,7 @@ impl Queue {
                 // The thread writes to an open descriptor, which needs no capability. It exists before
                 // the command has dropped those that it needs at its start only. An error means that
                 // there are none to drop.
-                let _ = zerosock_sys::bpf::drop_bpf_capabilities();
+                let _ = sandbox::drop_capabilities(CapabilitySet::empty());
                 write_lines(&receiver, output, &counted, report);
             })?;
         Ok(Queue { sender, dropped })

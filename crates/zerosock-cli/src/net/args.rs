@@ -7,6 +7,7 @@ use zerosock_sys::tun::InterfaceName;
 use super::network::Guest;
 use super::xdp::XdpQueue;
 use crate::logging::LogFlags;
+use crate::sandbox::SandboxFlags;
 use crate::socket_access::AccessFlags;
 use crate::{number, size};
 
@@ -96,6 +97,9 @@ pub(crate) struct NetArgs {
     /// Microseconds that the worker polls for more work before it sleeps
     #[arg(long, value_parser = number::parse::<u64>, value_name = "N", default_value = "0")]
     pub(super) spin_us: u64,
+
+    #[command(flatten)]
+    pub(super) sandbox: SandboxFlags,
 
     #[command(flatten)]
     pub(super) log: LogFlags,

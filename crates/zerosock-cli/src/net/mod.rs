@@ -1,6 +1,6 @@
 //! `zerosock net`: virtio-net devices on a TAP interface, or on a switch.
 //!
-//! Steps: validate the options; make the interface and the sockets; drop the capabilities; serve until
+//! Steps: validate the options; make the interface and the sockets; drop what only that needs; serve until
 //! a signal, or until the interface is removed.
 
 pub(crate) mod args;
@@ -9,15 +9,16 @@ pub(crate) mod xdp;
 
 use std::time::Duration;
 
+use rustix::fs::Gid;
 use sd_notify::NotifyState;
 use tracing::info;
-use zerosock_sys::bpf;
 
 use self::args::NetArgs;
 use self::network::{Common, Network};
 use self::xdp::Interfaces;
 use crate::failure::Failure;
 use crate::logging;
+use crate::sandbox::{Needs, Sandbox};
 use crate::service_manager::notify;
 use crate::signals::{Signals, signals_failed};
 
@@ -29,13 +30,17 @@ pub(crate) fn main(args: NetArgs) -> Result<(), Failure> {
         sealed_memory: args.require_sealed_memory,
         spin: Duration::from_micros(args.spin_us),
     };
-    let _logging = logging::start(&args.log);
+    let (log, flags) = (args.log.clone(), args.sandbox.clone());
     let network = network(args)?;
+    let mut needs = Needs::new(common.access.gid.map(Gid::as_raw));
+    network.needs(&mut needs);
+    let mut sandbox = Sandbox::enter(&flags, needs)?;
+    let _logging = logging::start(&log);
     let signals = Signals::catch().map_err(signals_failed)?;
-    let uses_xdp = network.xdp.is_some();
     let opened = network.open(&common, &mut Interfaces::default())?;
     // Before other threads start.
-    drop_capabilities(uses_xdp)?;
+    sandbox.drop_capabilities()?;
+    sandbox.close();
     let serving = opened.serve()?;
     notify(&[NotifyState::Ready]);
     let ended = signals.wait_for_end(serving.over(), || serving.report());
@@ -53,16 +58,6 @@ pub(crate) fn main(args: NetArgs) -> Result<(), Failure> {
 /// Why networks end by themselves.
 pub(crate) const ENDED: &str =
     "the interface was removed, or its thread has failed: the log has the reason";
-
-/// Drops what only making interfaces needs. `uses_xdp`: a network has AF_XDP.
-pub(crate) fn drop_capabilities(uses_xdp: bool) -> Result<(), Failure> {
-    if uses_xdp && bpf::inserting_needs_capabilities() {
-        info!("CAP_BPF and CAP_NET_ADMIN are kept: before Linux 5.19 each socket needs them");
-        return Ok(());
-    }
-    bpf::drop_bpf_capabilities()
-        .map_err(|error| Failure::runtime(format_args!("cannot drop CAP_NET_ADMIN: {error}")))
-}
 
 fn network(args: NetArgs) -> Result<Network, Failure> {
     let mut guests = args.socket;

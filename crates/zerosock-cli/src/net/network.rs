@@ -27,6 +27,7 @@ use zerosock_sys::{reaper, wait_ready};
 
 use super::xdp::{self, Claim, Interfaces, XdpQueue, XdpQueueOptions};
 use crate::failure::Failure;
+use crate::sandbox::Needs;
 use crate::sockets::{self, Access, SocketFile};
 
 /// Descriptors that a front-end may have sent and that are not closed.
@@ -184,6 +185,15 @@ impl Network {
             }
         }
         Ok(())
+    }
+
+    /// Adds what it needs of the sandbox.
+    pub(crate) fn needs(&self, needs: &mut Needs) {
+        let guests = self.guests.iter();
+        guests.for_each(|guest| needs.socket(&guest.socket));
+        if self.tap.is_some() || self.xdp.is_some() {
+            needs.interface(self.xdp.is_some());
+        }
     }
 
     /// Makes the interface and the sockets: for this the process may need capabilities. The carrier

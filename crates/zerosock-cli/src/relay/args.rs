@@ -7,6 +7,7 @@ use zerosock_relay::relay::Way;
 
 use crate::endpoint::EndpointArg;
 use crate::logging::LogFlags;
+use crate::sandbox::SandboxFlags;
 use crate::socket_access::AccessFlags;
 use crate::{duration, number, size};
 
@@ -76,6 +77,9 @@ pub(crate) struct RelayArgs {
 
     #[command(flatten)]
     pub(super) sockets: AccessFlags,
+
+    #[command(flatten)]
+    pub(super) sandbox: SandboxFlags,
 
     #[command(flatten)]
     pub(super) log: LogFlags,

@@ -9,11 +9,11 @@ mod settings;
 use sd_notify::NotifyState;
 use tracing::{info, warn};
 use zerosock_relay::relay::{Relay, RelayConfig, RelayStats, StartError, Way};
-use zerosock_sys::bpf;
 
 use self::args::RelayArgs;
 use crate::failure::Failure;
 use crate::logging;
+use crate::sandbox::Sandbox;
 use crate::service_manager::notify;
 use crate::signals::{Signals, signals_failed};
 use crate::sockets::raise_descriptor_limit;
@@ -21,13 +21,14 @@ use crate::sockets::raise_descriptor_limit;
 /// Runs until SIGINT or SIGTERM, or the end of the only pair.
 pub(crate) fn main(args: RelayArgs) -> Result<(), Failure> {
     let config = settings::kernel_config(&args)?;
+    let mut sandbox = Sandbox::enter(&args.sandbox, settings::needs(&args)?)?;
     let _logging = logging::start(&args.log);
     let signals = Signals::catch().map_err(signals_failed)?;
     if let Err(reason) = raise_descriptor_limit() {
         warn!("{reason}");
     }
     match config {
-        Some(config) => run(config, &signals),
+        Some(config) => run(config, &signals, sandbox),
         None => {
             if args.way != Way::Auto {
                 warn!(
@@ -35,15 +36,23 @@ pub(crate) fn main(args: RelayArgs) -> Result<(), Failure> {
                     args.way
                 );
             }
+            sandbox.drop_capabilities()?;
+            sandbox.close();
             attached::run(&args, &signals)
         }
     }
 }
 
-fn run(mut config: RelayConfig, signals: &Signals) -> Result<(), Failure> {
-    if config.way == Way::Sockmap {
-        prepare_sockmap(&mut config)?;
+fn run(mut config: RelayConfig, signals: &Signals, mut sandbox: Sandbox) -> Result<(), Failure> {
+    if config.way == Way::Sockmap
+        && let Err(reason) = config.make_map()
+    {
+        warn!("--way sockmap: {reason}: auto is used");
+        config.way = Way::Auto;
     }
+    // Before other threads start.
+    sandbox.drop_capabilities()?;
+    sandbox.close();
     if config.way == Way::Splice && !config.can_splice() {
         warn!("--way splice: both ends have to be TCP or Unix streams: auto is used");
         config.way = Way::Auto;
@@ -81,21 +90,6 @@ fn run(mut config: RelayConfig, signals: &Signals) -> Result<(), Failure> {
             ends[0], ends[1]
         ))),
     }
-}
-
-/// Makes what redirection needs, and drops the capabilities for it before other threads start.
-fn prepare_sockmap(config: &mut RelayConfig) -> Result<(), Failure> {
-    if let Err(reason) = config.make_map() {
-        warn!("--way sockmap: {reason}: auto is used");
-        config.way = Way::Auto;
-        return Ok(());
-    }
-    if bpf::inserting_needs_capabilities() {
-        info!("CAP_BPF and CAP_NET_ADMIN are kept: before Linux 5.19 each pair needs them");
-        return Ok(());
-    }
-    bpf::drop_bpf_capabilities()
-        .map_err(|error| Failure::runtime(format_args!("cannot drop CAP_BPF: {error}")))
 }
 
 fn log_counters(stats: &RelayStats, what: &str) {

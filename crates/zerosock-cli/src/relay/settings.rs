@@ -1,11 +1,13 @@
 //! Settings of `zerosock relay`, validated.
 
 use rustix::fs::{Gid, Mode};
-use zerosock_relay::relay::RelayConfig;
+use zerosock_relay::relay::{KernelEndpoint, RelayConfig, Way};
+use zerosock_sys::sandbox::CapabilitySet;
 
 use super::args::RelayArgs;
 use crate::endpoint::EndpointArg;
 use crate::failure::Failure;
+use crate::sandbox::Needs;
 
 /// Most workers without --workers.
 const WORKERS: usize = 8;
@@ -35,6 +37,39 @@ pub(super) fn kernel_config(args: &RelayArgs) -> Result<Option<RelayConfig>, Fai
     config.socket_mode = access.mode.map(Mode::as_raw_mode);
     config.socket_group = access.gid.map(Gid::as_raw);
     Ok(Some(config))
+}
+
+/// What the ends need of the sandbox.
+pub(super) fn needs(args: &RelayArgs) -> Result<Needs, Failure> {
+    let mut needs = Needs::new(args.sockets.access()?.gid.map(Gid::as_raw));
+    for end in [&args.first, &args.second] {
+        match end {
+            EndpointArg::Attached(attached) => needs.socket(&attached.path),
+            EndpointArg::Kernel(KernelEndpoint::Connect(target)) => needs.target(target),
+            EndpointArg::Kernel(
+                KernelEndpoint::TcpListen(address) | KernelEndpoint::UdpListen(address),
+            ) => {
+                needs.network_listener();
+                if address.port() < 1024 {
+                    // The sockets are made when the threads run.
+                    needs.capability(CapabilitySet::NET_BIND_SERVICE);
+                }
+            }
+            EndpointArg::Kernel(
+                KernelEndpoint::UnixListen(path)
+                | KernelEndpoint::UnixSeqpacketListen(path)
+                | KernelEndpoint::UnixDatagramListen(path)
+                | KernelEndpoint::Hybrid { path, .. },
+            ) => needs.socket(path),
+            EndpointArg::Kernel(
+                KernelEndpoint::Vsock { .. } | KernelEndpoint::VsockListen { .. },
+            ) => needs.kernel_vsock(),
+        }
+    }
+    if args.way == Way::Sockmap {
+        needs.bpf_maps();
+    }
+    Ok(needs)
 }
 
 /// Limits that the types of the flags do not say.

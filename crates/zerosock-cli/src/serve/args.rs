@@ -14,6 +14,7 @@ use super::vm::{RawVm, VmFlags};
 use crate::duration;
 use crate::logging::LogFlags;
 use crate::number;
+use crate::sandbox::SandboxFlags;
 use crate::size;
 use crate::socket_access::AccessFlags;
 
@@ -153,6 +154,9 @@ pub(crate) struct DaemonFlags {
     /// CPUs to pin the workers to, in turn, such as 0-3,5 [default: not pinned]
     #[arg(long, value_name = "LIST")]
     pub(crate) cpus: Option<String>,
+
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxFlags,
 
     #[command(flatten)]
     pub(crate) log: LogFlags,

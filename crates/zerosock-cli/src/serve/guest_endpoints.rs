@@ -1,7 +1,7 @@
 //! Which endpoints the guest of a VM may have on its pages: as written, and after validation.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use zerosock::attach::Name;
@@ -38,6 +38,12 @@ pub(crate) struct Table {
 }
 
 impl RawGuestEndpoints {
+    /// The key file, if there is one.
+    pub(super) fn key_file(&self) -> Option<&Path> {
+        let (RawGuestEndpoints::Key(key) | RawGuestEndpoints::Table(Table { key, .. })) = self;
+        Some(key.as_path()).filter(|key| *key != Path::new(PORT_ONLY))
+    }
+
     /// Validates the value, and reads the key file. The error is the wrong part of the value, and the fix.
     pub(super) fn validate(self) -> Result<GuestEndpoints, (String, String)> {
         let wrong = |value: &dyn fmt::Display, fix: String| (value.to_string(), fix);

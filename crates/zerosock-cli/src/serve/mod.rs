@@ -19,6 +19,7 @@ mod file;
 pub(crate) mod forward;
 mod guest_endpoints;
 mod list;
+mod needs;
 mod networks;
 mod reload;
 mod report;
@@ -49,6 +50,7 @@ use self::stuck::StuckCalls;
 use self::watchdog::Watchdog;
 use crate::failure::Failure;
 use crate::logging;
+use crate::sandbox::{self, Sandbox};
 use crate::service_manager::notify;
 use crate::signals::{Signals, Wake};
 use crate::sockets::raise_descriptor_limit;
@@ -63,15 +65,17 @@ pub(crate) fn main(args: ServeArgs) -> Result<(), Failure> {
             warn!("{reason}");
         }
         let passed = Inherited::take().map_err(Failure::usage)?;
+        sandbox::confine_supervisor(&args.daemon.sandbox);
         let code = supervised::supervise(passed.into_listeners())?;
         drop(logging);
         std::process::exit(code);
     }
+    let sandbox = Sandbox::enter(&args.daemon.sandbox, needs::of(&settings, &args))?;
     let _logging = logging::start(&args.daemon.log);
-    run(&args, settings).map_err(Failure::runtime)
+    run(&args, settings, sandbox).map_err(Failure::runtime)
 }
 
-fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
+fn run(args: &ServeArgs, settings: Settings, mut sandbox: Sandbox) -> Result<(), ServeError> {
     let mut signals = Signals::catch().map_err(ServeError::Signals)?;
     signals.catch_hangup().map_err(ServeError::Signals)?;
     if Client::is_supervised() {
@@ -86,7 +90,9 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     if let Err(reason) = raised {
         warn!("{reason}");
     }
-    let networks = networks::open(&settings)?;
+    let networks = networks::open(&settings, &sandbox)?;
+    // All that follows happens at a reload as well.
+    sandbox.close();
     let (attach, listen) = (claimed.attach, claimed.listen);
     let daemon = backend::start(&settings, claimed.vms, attach, listen, &mut predecessor)?;
     predecessor.finish();
@@ -119,6 +125,7 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
         settings,
         claims: claimed.claims,
         listen_claims: claimed.listen_claims,
+        sandbox,
     };
     let mut watchdog = Watchdog::new();
     let signal = wait_for_signal(

@@ -6,9 +6,10 @@ use zerosock_sys::reaper;
 use super::error::ServeError;
 use super::settings::Settings;
 use crate::failure::Failure;
+use crate::net::ENDED;
 use crate::net::network::{Common, Network, OpenedNetwork, Serving};
 use crate::net::xdp::Interfaces;
-use crate::net::{ENDED, drop_capabilities};
+use crate::sandbox::Sandbox;
 
 /// Networks with interfaces and sockets, before their threads start.
 pub(super) struct Networks {
@@ -18,7 +19,7 @@ pub(super) struct Networks {
 
 /// Makes the interfaces and the sockets, and drops the capabilities for that, also if there are no networks:
 /// called before the first thread starts.
-pub(super) fn open(settings: &Settings) -> Result<Networks, ServeError> {
+pub(super) fn open(settings: &Settings, sandbox: &Sandbox) -> Result<Networks, ServeError> {
     let common = Common {
         access: settings.access,
         max_memory: settings.max_memory,
@@ -33,8 +34,7 @@ pub(super) fn open(settings: &Settings) -> Result<Networks, ServeError> {
     let opened = running
         .open_new(&settings.net)
         .map_err(ServeError::Network)?;
-    let uses_xdp = settings.net.iter().any(|network| network.xdp.is_some());
-    drop_capabilities(uses_xdp).map_err(ServeError::Network)?;
+    sandbox.drop_capabilities().map_err(ServeError::Network)?;
     Ok(Networks { opened, running })
 }
 

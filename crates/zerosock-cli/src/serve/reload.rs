@@ -22,10 +22,11 @@ use super::attach::Attach;
 use super::backend;
 use super::claim::{Claim, ListenClaims, claim_listener, claim_vm};
 use super::error::ServeError;
-use super::networks;
 use super::report::{report_denied, report_rule};
 use super::settings::Settings;
 use super::vm::{Host, Vm};
+use super::{needs, networks};
+use crate::sandbox::Sandbox;
 use crate::supervised::Predecessor;
 
 /// The settings in effect, which may differ from the file, and the claims on their sockets.
@@ -34,6 +35,8 @@ pub(super) struct SettingsInEffect {
     /// By the VM's CID.
     pub(super) claims: BTreeMap<u32, Vec<Claim>>,
     pub(super) listen_claims: ListenClaims,
+    /// What this process may still do.
+    pub(super) sandbox: Sandbox,
 }
 
 /// Differences between the file and the settings in effect.
@@ -70,6 +73,7 @@ impl SettingsInEffect {
         networks: &mut networks::RunningNetworks,
     ) -> Result<(), String> {
         let mut wanted = Settings::new(args.clone()).map_err(|error| error.to_string())?;
+        self.sandbox.permits(&needs::of(&wanted, args))?;
         let changes = Changes::between(&self.settings, &wanted);
         let mut claims = BTreeMap::new();
         let mut add = Vec::new();

@@ -3,7 +3,7 @@
 //! Every error names the option as it was written, its value and the valid values.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use zerosock::access::{AccessList, Cids};
@@ -40,6 +40,8 @@ pub(crate) struct Settings {
     pub(crate) listen: Vec<Listen>,
     /// Sockets and interfaces are used once.
     pub(crate) net: Vec<Network>,
+    /// The files of guests' keys.
+    pub(crate) key_files: Vec<PathBuf>,
     pub(crate) ok_port: OkPort,
     pub(crate) access: sockets::Access,
     /// At least 1. `None`: as many as the descriptors allow.
@@ -132,8 +134,11 @@ impl Settings {
         let mut vms = Vec::with_capacity(written.len());
         let mut taken = Taken::default();
         let mut named = Vec::new();
+        let mut key_files = Vec::new();
         for (source, raw) in written {
             let ports = raw.uds_path.ports.clone();
+            let key = raw.guest_endpoints.as_ref().and_then(|raw| raw.key_file());
+            key_files.extend(key.map(Path::to_owned));
             let vm = Vm::new(source, raw)?;
             for (port, path) in ports {
                 let rule = rule_of_path(source, &vm, port, &path)?;
@@ -208,7 +213,9 @@ impl Settings {
             forward,
             listen,
         };
-        daemon(flags, vms, attach, rules, net)
+        let mut settings = daemon(flags, vms, attach, rules, net)?;
+        settings.key_files = key_files;
+        Ok(settings)
     }
 }
 
@@ -350,6 +357,7 @@ fn daemon(
         forward: rules.forward,
         listen: rules.listen,
         net,
+        key_files: Vec::new(),
         ok_port: flags.ok_port,
         access,
         max_connections,

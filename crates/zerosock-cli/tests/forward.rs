@@ -491,7 +491,7 @@ fn a_reload_with_a_mistake_changes_nothing() {
         ),
         (
             format!("listen: [{{on: 'tcp:{taken_on}', to: '3:1'}}]"),
-            "stop the program that has this address",
+            "the sandbox of this process does not permit TCP listeners",
         ),
         (
             "listen: [{on: 'unix:@/a', to: '3:1'}, {on: 'unix:@/a', to: '3:2'}]".to_owned(),

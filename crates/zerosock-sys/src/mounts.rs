@@ -124,6 +124,11 @@ pub(crate) fn keep_list() -> io::Result<()> {
     Ok(())
 }
 
+/// Forgets what is known of the mounts of the namespace that this process has left.
+pub(crate) fn forget() {
+    *known() = Known::default();
+}
+
 /// The text of `/proc/self/mountinfo`, of the namespace in which other processes open their files.
 ///
 /// # Errors

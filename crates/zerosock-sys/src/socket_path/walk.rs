@@ -50,7 +50,39 @@ impl Entry {
 /// `PermissionDenied` where the path leads through a link or mount of another user; those of openat(2). The
 /// text names the component.
 pub(crate) fn open(path: &Path) -> io::Result<Entry> {
-    Walk::default().open(path)
+    Walk::default().go(path).map_err(|(_, error)| error)
+}
+
+/// Where a path leads, and by which links.
+#[derive(Debug)]
+pub(crate) struct Traced {
+    /// The path without links.
+    pub(crate) path: PathBuf,
+    pub(crate) entry: Entry,
+    /// The links on the way, as paths without links, with their texts.
+    pub(crate) links: Vec<(PathBuf, PathBuf)>,
+}
+
+/// As [`open`], of an absolute path. Where the path leads through a link or mount of another user, the directory
+/// before that.
+///
+/// # Errors
+/// Those of openat(2).
+pub(crate) fn trace(path: &Path) -> io::Result<Traced> {
+    let mut walk = Walk::default();
+    let entry = match walk.go(path) {
+        Ok(entry) => entry,
+        Err((Some(directory), error)) if error.kind() == io::ErrorKind::PermissionDenied => {
+            walk.at.pop();
+            directory
+        }
+        Err((_, error)) => return Err(error),
+    };
+    Ok(Traced {
+        path: walk.at,
+        entry,
+        links: walk.followed,
+    })
 }
 
 /// As [`open`], a directory.
@@ -75,46 +107,59 @@ struct Walk {
     rest: Vec<OsString>,
     /// The path so far, for errors.
     at: PathBuf,
-    links: usize,
+    /// The links that were followed, with their texts.
+    followed: Vec<(PathBuf, PathBuf)>,
 }
 
 impl Walk {
-    fn open(mut self, path: &Path) -> io::Result<Entry> {
+    /// Opens a path. An error comes with the directory of the component that is not opened.
+    fn go(&mut self, path: &Path) -> Result<Entry, (Option<Entry>, io::Error)> {
         if path.as_os_str().is_empty() {
-            return Err(io::ErrorKind::NotFound.into());
+            return Err((None, io::ErrorKind::NotFound.into()));
         }
-        let mut directory = self.begin(path, None)?;
+        let here = |walk: &Walk| walk.start(Path::new("."));
+        let begun = self
+            .begin(path)
+            .and_then(|root| root.map_or_else(|| here(self), Ok));
+        let mut directory = begun.map_err(|error| (None, error))?;
         while let Some(name) = self.rest.pop() {
-            self.at.push(&name);
-            let entry = self.step(&directory, &name)?;
-            directory = match entry.kind() {
-                FileType::Symlink => self.follow(directory, &entry, &name)?,
-                _ => entry,
-            };
+            match name == ".." && self.at.file_name().is_some() {
+                true => drop(self.at.pop()),
+                false => self.at.push(&name),
+            }
+            match self.next(&directory, &name) {
+                Ok(Some(next)) => directory = next,
+                Ok(None) => {}
+                Err(error) => return Err((Some(directory), error)),
+            }
         }
         Ok(directory)
     }
 
-    /// Takes the components of a path in, and opens the directory in which they begin.
-    fn begin(&mut self, path: &Path, directory: Option<Entry>) -> io::Result<Entry> {
+    /// Takes the components of a path in, and opens the root if it begins there.
+    fn begin(&mut self, path: &Path) -> io::Result<Option<Entry>> {
         let mut components = path.components().peekable();
-        let start = match components.next_if_eq(&Component::RootDir) {
-            Some(root) => {
-                self.at = PathBuf::from(root.as_os_str());
-                Some(Path::new("/"))
-            }
-            None => None,
-        };
+        let root = components.next_if_eq(&Component::RootDir);
+        if let Some(root) = root {
+            self.at = PathBuf::from(root.as_os_str());
+        }
         let names = components.filter(|it| *it != Component::CurDir);
         let names: Vec<_> = names.map(|it| it.as_os_str().to_owned()).collect();
         self.rest.extend(names.into_iter().rev());
-        match (start, directory) {
-            (None, Some(directory)) => Ok(directory),
-            (start, _) => {
-                let start = start.unwrap_or(Path::new("."));
-                let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-                self.examine(openat(CWD, start, flags, Mode::empty()), None)
-            }
+        root.map(|_| self.start(Path::new("/"))).transpose()
+    }
+
+    fn start(&self, directory: &Path) -> io::Result<Entry> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        self.examine(openat(CWD, directory, flags, Mode::empty()), None)
+    }
+
+    /// Opens the next entry of a directory, or what it leads to; `None`: the walk goes on in the directory.
+    fn next(&mut self, directory: &Entry, name: &OsStr) -> io::Result<Option<Entry>> {
+        let entry = self.step(directory, name)?;
+        match entry.kind() {
+            FileType::Symlink => self.follow(directory, &entry, name),
+            _ => Ok(Some(entry)),
         }
     }
 
@@ -179,8 +224,13 @@ impl Walk {
         })
     }
 
-    /// Where a link leads: the directory in which its path begins.
-    fn follow(&mut self, directory: Entry, link: &Entry, name: &OsStr) -> io::Result<Entry> {
+    /// Takes in where a link leads. Returns the directory in which its path begins, if that is another one.
+    fn follow(
+        &mut self,
+        directory: &Entry,
+        link: &Entry,
+        name: &OsStr,
+    ) -> io::Result<Option<Entry>> {
         let refuse = |text: &str| Err(fail(io::ErrorKind::PermissionDenied, &self.at, text));
         let owner = link.status.stx_uid;
         if !is_trusted_user(owner) {
@@ -190,21 +240,21 @@ impl Walk {
         if link.class == MountClass::Proc {
             let flags = OFlags::PATH | OFlags::CLOEXEC;
             let opened = openat(&directory.file, name, flags, Mode::empty());
-            return self.examine(opened, None);
+            return self.examine(opened, None).map(Some);
         }
         if directory.is_writable_by_others() {
             return refuse(
                 "a symbolic link in a directory that other users can write to is not followed",
             );
         }
-        self.links += 1;
-        if self.links > MAX_LINKS {
+        if self.followed.len() >= MAX_LINKS {
             let error = io::Error::from(Errno::LOOP);
             return Err(fail(error.kind(), &self.at, &error.to_string()));
         }
         let target = readlinkat(&link.file, "", Vec::new())?;
         let target = PathBuf::from(OsString::from_vec(target.into_bytes()));
+        self.followed.push((self.at.clone(), target.clone()));
         self.at.pop();
-        self.begin(&target, Some(directory))
+        self.begin(&target)
     }
 }

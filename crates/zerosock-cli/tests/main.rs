@@ -15,6 +15,7 @@ mod parent_watchdog;
 mod perf;
 mod process;
 mod reload;
+mod sandbox;
 mod scale;
 mod serve;
 mod services;

@@ -50,6 +50,7 @@ impl Queue {
         let (sender, receiver) = sync_channel(CAPACITY);
         let dropped = Arc::new(AtomicU64::new(0));
         let counted = Arc::clone(&dropped);
+        let (dropping, has_dropped) = sync_channel::<()>(0);
         thread::Builder::new()
             .name("log".to_owned())
             .spawn(move || {
@@ -57,8 +58,11 @@ impl Queue {
                 // the command has dropped those that it needs at its start only. An error means that
                 // there are none to drop.
                 let _ = sandbox::drop_capabilities(CapabilitySet::empty());
+                drop(dropping);
                 write_lines(&receiver, output, &counted, report);
             })?;
+        // A filter may refuse the drop later.
+        let _ = has_dropped.recv();
         Ok(Queue { sender, dropped })
     }
 

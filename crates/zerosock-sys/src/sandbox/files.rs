@@ -49,6 +49,7 @@ pub fn confine_files(files: &Files) -> (Vec<&'static str>, Vec<String>) {
         (Use::Device, &files.devices),
         (Use::Read, &files.read),
     ];
+    let left = namespace::leave();
     let mut places = Vec::new();
     for (used_for, paths) in all {
         // What does not exist is not there later, either.
@@ -58,7 +59,7 @@ pub fn confine_files(files: &Files) -> (Vec<&'static str>, Vec<String>) {
         places.extend(traced.map(|traced| Place { used_for, traced }));
     }
     let (mut in_effect, mut missing) = (Vec::new(), Vec::new());
-    match namespace::enter(&places) {
+    match left.and_then(|()| namespace::empty(&places)) {
         Ok(()) => in_effect.push("a mount namespace"),
         Err(error) => missing.push(format!("no mount namespace: {error}")),
     }

@@ -31,19 +31,26 @@ struct Copy {
     flags: MountFlags,
 }
 
-/// Leaves the calling thread in a namespace with these files and /proc. The calls that look for the mounts of other
-/// processes see those of the former namespace.
+/// Leaves the calling thread in a copy of its namespace. The calls that look for the mounts of other processes see
+/// those of the former one.
 ///
 /// # Errors
 /// EPERM without CAP_SYS_ADMIN; those of mounting.
-pub(super) fn enter(places: &[Place]) -> io::Result<()> {
+pub(super) fn leave() -> io::Result<()> {
     mounts::keep_list()?;
-    let here = env::current_dir().unwrap_or_else(|_| "/".into());
     // SAFETY: the caller has one thread, so no other one uses the file system context that is unshared.
     unsafe { unshare_unsafe(UnshareFlags::NEWNS)? };
     // Mounts and unmounts of the host appear here, and none of these there.
     let slave = MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC;
-    mount_change("/", slave)?;
+    Ok(mount_change("/", slave)?)
+}
+
+/// Empties the namespace but for these places, which were found in it, and /proc.
+///
+/// # Errors
+/// Those of mounting.
+pub(super) fn empty(places: &[Place]) -> io::Result<()> {
+    let here = env::current_dir().unwrap_or_else(|_| "/".into());
     let (mut directories, mut links) = (BTreeSet::from([here.clone()]), BTreeSet::new());
     let mut copies: Vec<Copy> = Vec::new();
     for Place { used_for, traced } in places {

@@ -49,6 +49,8 @@ pub(crate) struct Needs {
     files: Files,
     calls: CallPolicy,
     capabilities: CapabilitySet,
+    /// The kernel pins guest memory for it: zero-copy sends, AF_XDP.
+    locks_memory: bool,
     /// The group that it gives its sockets.
     group: Option<u32>,
 }
@@ -65,6 +67,7 @@ impl Needs {
             files,
             calls: CallPolicy::default(),
             capabilities: CapabilitySet::empty(),
+            locks_memory: false,
             group,
         }
     }
@@ -77,6 +80,8 @@ impl Needs {
     /// A file that it reads again. Its directory is needed: a file that replaces it is another one.
     pub(crate) fn reads(&mut self, path: &Path) {
         self.files.read.insert(directory_of(path));
+        // It may be a link to another directory.
+        self.reads_now(path);
     }
 
     /// A file that is read as it is now.
@@ -97,6 +102,7 @@ impl Needs {
     /// Connections to, or datagrams for, addresses or names.
     pub(crate) fn network_target(&mut self) {
         self.files.tcp_connect = true;
+        self.locks_memory = true;
         self.family(libc_family::INET);
         self.family(libc_family::INET6);
         self.reads_now(Path::new("/etc/resolv.conf"));
@@ -126,6 +132,7 @@ impl Needs {
             self.family(libc_family::XDP);
             // A socket of AF_XDP is made for each guest that connects.
             self.capabilities |= CapabilitySet::NET_RAW;
+            self.locks_memory = true;
             self.bpf_maps();
         }
     }
@@ -215,7 +222,7 @@ pub(crate) struct Sandbox {
 impl Sandbox {
     /// Leaves the files of `needs` to this process, and becomes the user of the flags. To be called before the first
     /// thread starts, and before sockets are made.
-    pub(crate) fn enter(flags: &SandboxFlags, needs: Needs) -> Result<Sandbox, Failure> {
+    pub(crate) fn enter(flags: &SandboxFlags, mut needs: Needs) -> Result<Sandbox, Failure> {
         let (mut in_effect, mut missing) = (Vec::new(), Vec::new());
         if flags.sandbox == SandboxMode::On {
             (in_effect, missing) = sandbox::confine_files(&needs.files);
@@ -228,7 +235,9 @@ impl Sandbox {
             Vec::new()
         };
         if flags.sandbox != SandboxMode::Off {
-            sandbox::raise_locked_memory();
+            if needs.locks_memory && !sandbox::raise_locked_memory() {
+                needs.capabilities |= CapabilitySet::IPC_LOCK;
+            }
             // After the drop, a socket can be given to a group of this process only.
             needs.group.into_iter().for_each(sandbox::join_group);
         }

@@ -123,16 +123,16 @@ pub fn refuse_dumps() -> io::Result<()> {
     Ok(set_dumpable_behavior(DumpableBehavior::NotDumpable)?)
 }
 
-/// Lets this process lock as much memory without CAP_IPC_LOCK as it may with it.
-pub fn raise_locked_memory() {
+/// Lets this process lock as much memory without CAP_IPC_LOCK as it may with it. Returns false if that is not
+/// permitted: it takes CAP_SYS_RESOURCE.
+pub fn raise_locked_memory() -> bool {
     let unlimited = Rlimit {
         current: None,
         maximum: None,
     };
-    if has_capability(CapabilitySet::IPC_LOCK) && getrlimit(Resource::Memlock) != unlimited {
-        // Fails without CAP_SYS_RESOURCE: then zero-copy sends beyond the limit are copied.
-        let _ = setrlimit(Resource::Memlock, unlimited);
-    }
+    !has_capability(CapabilitySet::IPC_LOCK)
+        || getrlimit(Resource::Memlock) == unlimited
+        || setrlimit(Resource::Memlock, unlimited).is_ok()
 }
 
 /// Makes this process a member of a group, so that it can give files to the group. Without CAP_SETGID the groups stay.

@@ -30,7 +30,7 @@ pub(crate) enum SandboxMode {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Confinement")]
 pub(crate) struct SandboxFlags {
-    /// Refuse what the configuration does not need, so that an attacker who takes over this process gains little:
+    /// Refuse what the configuration does not need, so that taking over this process gains an attacker little:
     /// docs/sandbox.md
     #[arg(long, value_enum, value_name = "MODE", default_value_t = SandboxMode::On)]
     pub(crate) sandbox: SandboxMode,

@@ -1,7 +1,7 @@
-//! An exploit stand-in: system calls of the test's choice, made by a thread of a confined process, which ptrace(2) stops
-//! and whose registers it sets. The filter, Landlock and the namespace treat them as that thread's own.
+//! An exploit stand-in: system calls of the test's choice, made by a thread of a confined process. The test stops the
+//! thread and sets its registers by ptrace(2). The filter, Landlock and the namespace treat them as that thread's own.
 //!
-//! What fails here is out of reach for an attacker who runs code in the process; SECURITY.md lists what is not.
+//! What fails here is out of reach for code of an attacker in the process; docs/sandbox.md lists what is not.
 #![cfg(target_arch = "x86_64")]
 
 use std::fs::{self, File};
@@ -256,7 +256,7 @@ fn files_outside_the_configuration_are_out_of_reach() {
     let name = format!("{}\0", lab.elsewhere("socket").display());
     assert_eq!(thread.connect(name.as_bytes()), failed(ENOENT));
     drop(listener);
-    // What is within reach: SECURITY.md.
+    // What is within reach: docs/sandbox.md.
     assert!(matches!(
         thread.open(lab.at("file"), libc::O_RDONLY),
         Outcome::Returned(0..)

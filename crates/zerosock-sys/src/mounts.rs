@@ -111,7 +111,7 @@ pub fn is_trusted_user(uid: u32) -> bool {
 }
 
 /// The list of mounts of the namespace in which other processes are, if this one has left it.
-static KEPT_LIST: OnceLock<File> = OnceLock::new();
+static KEPT_LIST: OnceLock<Mutex<File>> = OnceLock::new();
 
 /// Keeps the list of mounts of this namespace, before this process leaves it.
 ///
@@ -120,7 +120,7 @@ static KEPT_LIST: OnceLock<File> = OnceLock::new();
 pub(crate) fn keep_list() -> io::Result<()> {
     // An open file of procfs stays with the namespace in which it was opened.
     let list = File::open("/proc/self/mountinfo")?;
-    let _ = KEPT_LIST.set(list);
+    let _ = KEPT_LIST.set(Mutex::new(list));
     Ok(())
 }
 
@@ -134,10 +134,10 @@ pub(crate) fn forget() {
 /// # Errors
 /// `/proc` is not mounted.
 pub fn list_of_others() -> io::Result<String> {
-    let Some(mut list) = KEPT_LIST.get() else {
+    let Some(list) = KEPT_LIST.get() else {
         return fs::read_to_string("/proc/self/mountinfo");
     };
-    // One control thread reads it.
+    let mut list = list.lock().unwrap_or_else(PoisonError::into_inner);
     list.rewind()?;
     let mut text = String::new();
     list.read_to_string(&mut text)?;

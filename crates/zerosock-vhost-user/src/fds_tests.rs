@@ -4,6 +4,7 @@ use super::*;
 use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::fd::OwnedFd;
 use rustix::pipe::{PipeFlags, pipe_with};
+use std::fs;
 use zerosock_sys::account::Budget;
 
 fn examine(fd: impl Into<OwnedFd>) -> SentFd {

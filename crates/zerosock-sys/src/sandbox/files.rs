@@ -10,7 +10,8 @@ use landlock::{
 use rustix::fs::FileType;
 
 use super::namespace;
-use crate::socket_path::walk::{self, Traced};
+use super::place::{Place, Use};
+use crate::socket_path::walk;
 
 /// Paths that this process needs. Those that do not exist are left out.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
@@ -25,20 +26,6 @@ pub struct Files {
     pub tcp_listen: bool,
     /// It connects to TCP ports.
     pub tcp_connect: bool,
-}
-
-/// What a path is used for.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Use {
-    Write,
-    Device,
-    Read,
-}
-
-/// A path that exists.
-pub(super) struct Place {
-    pub(super) used_for: Use,
-    pub(super) traced: Traced,
 }
 
 /// Leaves the files of `files`, and /proc, to this process, which has one thread. Returns what is in effect, and for

@@ -1,4 +1,4 @@
-//! Confines this process: what an attacker who runs code in it can still reach.
+//! Confines this process: what code of an attacker in it can still reach.
 //!
 //! # Invariants
 //! - [`confine_files`] and [`become_user`] are called while this process has one thread: a namespace, a Landlock
@@ -16,6 +16,7 @@ mod calls;
 mod files;
 mod filter;
 mod namespace;
+mod place;
 mod process;
 mod refused;
 

@@ -20,7 +20,7 @@ use rustix::mount::{
 use rustix::process::{fchdir, pivot_root};
 use rustix::thread::{UnshareFlags, unshare_unsafe};
 
-use super::files::{Place, Use};
+use super::place::{Place, Use};
 use crate::mounts;
 
 /// A mount that is copied into the namespace.

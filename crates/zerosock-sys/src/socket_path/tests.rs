@@ -120,3 +120,21 @@ fn a_descriptor_in_proc_is_followed() {
     let path = format!("/proc/self/fd/{}/s", file.as_raw_fd());
     connects(&find(Path::new(&path)).unwrap());
 }
+
+#[test]
+fn a_trace_names_the_links_and_ends_before_one_of_another_user() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    fs::create_dir_all(at("real/inner")).unwrap();
+    fs::create_dir(at("shared")).unwrap();
+    symlink("real", at("link")).unwrap();
+    symlink(at("real"), at("shared/foreign")).unwrap();
+    fs::set_permissions(at("shared"), Permissions::from_mode(0o777)).unwrap();
+    let traced = walk::trace(&at("link/../link/inner")).unwrap();
+    assert_eq!(traced.path, at("real/inner"));
+    let link = (at("link"), PathBuf::from("real"));
+    assert_eq!(traced.links, [link.clone(), link]);
+    let traced = walk::trace(&at("shared/foreign/inner")).unwrap();
+    assert_eq!((traced.path, traced.links), (at("shared"), Vec::new()));
+    assert!(walk::trace(&at("missing/inner")).is_err());
+}

@@ -50,7 +50,10 @@ impl Entry {
 /// `PermissionDenied` where the path leads through a link or mount of another user; those of openat(2). The
 /// text names the component.
 pub(crate) fn open(path: &Path) -> io::Result<Entry> {
-    Walk::default().go(path).map_err(|(_, error)| error)
+    let mut walk = Walk::default();
+    let mut entry = walk.begin_at(path)?;
+    walk.go(&mut entry)?;
+    Ok(entry)
 }
 
 /// Where a path leads, and by which links.
@@ -70,14 +73,11 @@ pub(crate) struct Traced {
 /// Those of openat(2).
 pub(crate) fn trace(path: &Path) -> io::Result<Traced> {
     let mut walk = Walk::default();
-    let entry = match walk.go(path) {
-        Ok(entry) => entry,
-        Err((Some(directory), error)) if error.kind() == io::ErrorKind::PermissionDenied => {
-            walk.at.pop();
-            directory
-        }
-        Err((_, error)) => return Err(error),
-    };
+    let mut entry = walk.begin_at(path)?;
+    match walk.go(&mut entry) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => drop(walk.at.pop()),
+        other => other?,
+    }
     Ok(Traced {
         path: walk.at,
         entry,
@@ -112,28 +112,30 @@ struct Walk {
 }
 
 impl Walk {
-    /// Opens a path. An error comes with the directory of the component that is not opened.
-    fn go(&mut self, path: &Path) -> Result<Entry, (Option<Entry>, io::Error)> {
+    /// Takes a path in, and opens the directory in which it begins.
+    fn begin_at(&mut self, path: &Path) -> io::Result<Entry> {
         if path.as_os_str().is_empty() {
-            return Err((None, io::ErrorKind::NotFound.into()));
+            return Err(io::ErrorKind::NotFound.into());
         }
-        let here = |walk: &Walk| walk.start(Path::new("."));
-        let begun = self
-            .begin(path)
-            .and_then(|root| root.map_or_else(|| here(self), Ok));
-        let mut directory = begun.map_err(|error| (None, error))?;
+        match self.begin(path)? {
+            Some(root) => Ok(root),
+            None => self.start(Path::new(".")),
+        }
+    }
+
+    /// Goes on from a directory to the end of the path. After an error, `directory` is that of the component which
+    /// is not opened.
+    fn go(&mut self, directory: &mut Entry) -> io::Result<()> {
         while let Some(name) = self.rest.pop() {
             match name == ".." && self.at.file_name().is_some() {
                 true => drop(self.at.pop()),
                 false => self.at.push(&name),
             }
-            match self.next(&directory, &name) {
-                Ok(Some(next)) => directory = next,
-                Ok(None) => {}
-                Err(error) => return Err((Some(directory), error)),
+            if let Some(next) = self.next(directory, &name)? {
+                *directory = next;
             }
         }
-        Ok(directory)
+        Ok(())
     }
 
     /// Takes the components of a path in, and opens the root if it begins there.

@@ -3,10 +3,12 @@
 //! Each command says what it [`Needs`]; `zerosock_sys::sandbox` confines the process to that. What is not possible on
 //! this kernel, or without the right, is named in the log, and the rest is done.
 
+use std::collections::BTreeSet;
 use std::env;
 use std::path::{Component, Path, PathBuf};
 
 use clap::{Args, ValueEnum};
+use rustix::net::AddressFamily;
 use tracing::{debug, info, warn};
 use zerosock_relay::Target;
 use zerosock_sys::bpf;
@@ -103,8 +105,8 @@ impl Needs {
     pub(crate) fn network_target(&mut self) {
         self.files.tcp_connect = true;
         self.locks_memory = true;
-        self.family(libc_family::INET);
-        self.family(libc_family::INET6);
+        self.family(AddressFamily::INET);
+        self.family(AddressFamily::INET6);
         self.reads_now(Path::new("/etc/resolv.conf"));
         self.reads_now(Path::new("/etc/hosts"));
     }
@@ -112,13 +114,13 @@ impl Needs {
     /// A listener, on a port that may be one of root's.
     pub(crate) fn network_listener(&mut self) {
         self.files.tcp_listen = true;
-        self.family(libc_family::INET);
-        self.family(libc_family::INET6);
+        self.family(AddressFamily::INET);
+        self.family(AddressFamily::INET6);
     }
 
     /// Sockets of the kernel's AF_VSOCK.
     pub(crate) fn kernel_vsock(&mut self) {
-        self.family(libc_family::VSOCK);
+        self.family(AddressFamily::VSOCK);
     }
 
     /// A TAP, or queues of an interface.
@@ -127,9 +129,9 @@ impl Needs {
         // Whether an interface is the port of a bridge.
         self.files.read.insert("/sys".into());
         // The owner of a TAP; whether an interface is still there.
-        self.family(libc_family::NETLINK);
+        self.family(AddressFamily::NETLINK);
         if uses_xdp {
-            self.family(libc_family::XDP);
+            self.family(AddressFamily::XDP);
             // A socket of AF_XDP is made for each guest that connects.
             self.capabilities |= CapabilitySet::NET_RAW;
             self.locks_memory = true;
@@ -150,7 +152,7 @@ impl Needs {
         self.capabilities |= capability;
     }
 
-    fn family(&mut self, family: i32) {
+    fn family(&mut self, family: AddressFamily) {
         if !self.calls.families.contains(&family) {
             self.calls.families.push(family);
         }
@@ -173,7 +175,7 @@ impl Needs {
         if let Some(device) = other.devices.difference(&own.devices).next() {
             return Some(format!("the device {}", device.display()));
         }
-        let covers = |all: &[&std::collections::BTreeSet<PathBuf>], path: &Path| {
+        let covers = |all: &[&BTreeSet<PathBuf>], path: &Path| {
             all.iter()
                 .any(|all| all.iter().any(|own| path.starts_with(own)))
         };
@@ -186,15 +188,6 @@ impl Needs {
         let first = missing.next().or_else(|| unread.next());
         first.map(|path| format!("the directory {}", path.display()))
     }
-}
-
-/// Address families of Linux.
-mod libc_family {
-    pub(super) const INET: i32 = 2;
-    pub(super) const INET6: i32 = 10;
-    pub(super) const NETLINK: i32 = 16;
-    pub(super) const VSOCK: i32 = 40;
-    pub(super) const XDP: i32 = 44;
 }
 
 /// The directory of a file, absolute.

@@ -4,7 +4,7 @@
 //! # Invariants
 //! - Signals that mean nothing to a daemon and would end it by default ([`IGNORED`], [`REAL_TIME`]) have
 //!   no effect.
-//! - SIGQUIT, SIGABRT and the signals of faults keep their default effect, a core dump.
+//! - SIGQUIT, SIGABRT and the signals of faults keep their default effect, an end with a core dump, which `--sandbox on` prevents.
 
 use std::io::{self, Read};
 use std::ops::RangeInclusive;

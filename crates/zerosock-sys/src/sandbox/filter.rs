@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
 
+use rustix::net::AddressFamily;
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
     SeccompRule,
@@ -15,7 +16,7 @@ use super::calls::{Calls, FATAL, FATAL_SUPERVISED, PERMITTED, PERMITTED_OLD};
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct CallPolicy {
     /// Address families of the sockets that it makes, beside AF_UNIX.
-    pub families: Vec<i32>,
+    pub families: Vec<AddressFamily>,
     /// It looks up and changes entries of BPF maps.
     pub bpf_maps: bool,
 }
@@ -113,7 +114,7 @@ fn permitted(policy: &CallPolicy) -> io::Result<Rules> {
     ];
     let mut families = vec![rule(&[(0, Eq, unix)])?];
     for family in &policy.families {
-        families.push(rule(&[(0, Eq, *family as u64)])?);
+        families.push(rule(&[(0, Eq, family.as_raw().into())])?);
     }
     let conditional = [
         (libc::SYS_socket, families),

@@ -80,8 +80,7 @@ calls! {
     SYS_delete_module SYS_kexec_load SYS_kexec_file_load SYS_reboot SYS_swapon SYS_swapoff SYS_setns SYS_chroot
     SYS_perf_event_open SYS_userfaultfd SYS_keyctl SYS_add_key SYS_request_key SYS_open_by_handle_at
     SYS_pidfd_getfd SYS_acct SYS_settimeofday SYS_clock_settime SYS_clock_adjtime SYS_adjtimex SYS_quotactl
-    SYS_sethostname SYS_setdomainname SYS_vhangup SYS_syslog SYS_io_uring_setup SYS_io_uring_enter
-    SYS_io_uring_register
+    SYS_sethostname SYS_setdomainname SYS_vhangup SYS_syslog
 }
 
 /// The name of a call, if this module knows it.

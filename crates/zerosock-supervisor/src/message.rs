@@ -30,6 +30,8 @@ pub const MAX_OPERATIONS: usize = 64;
 pub const MAX_DATAGRAM: usize = 128 * 1024;
 /// Most bytes of a `Notify`.
 const MAX_NOTIFY: usize = 1024;
+/// Bytes of an `End`.
+const LIMITS_LEN: usize = 3 * size_of::<u64>();
 const VERSION: u16 = 1;
 
 /// A part of a message. The last eight are messages of their own.
@@ -175,7 +177,7 @@ impl<'a> Reader<'a> {
             (5, [], []) => Alive,
             (6, [], _) => Notify(permitted_states(bytes)?),
             (7, [], []) => Stopping,
-            (8, [], _) => {
+            (8, [], _) if bytes.len() == LIMITS_LEN => {
                 let mut bounds = Reader(bytes);
                 let mut bound = || Ok::<_, Error>(u64::from_le_bytes(bounds.array()?));
                 End(Limits {

@@ -82,6 +82,21 @@ fn bounds_are_exact() {
     }
 }
 
+/// Found by the fuzz target `supervisor`.
+#[test]
+fn surplus_bytes_in_an_operation_are_refused() {
+    let limits = Limits {
+        entries: 1,
+        bytes: 2,
+        descriptors: 3,
+    };
+    let mut datagram = encode(&[End(limits)]).unwrap();
+    datagram.push(0);
+    // The length of its bytes.
+    datagram[8] += 1;
+    assert!(error(&datagram, 0).contains("unknown"));
+}
+
 #[test]
 fn malformed_messages_are_refused() {
     let valid = encode(&[Put("key", b"bytes", 1), Rename("a", "b")]).unwrap();

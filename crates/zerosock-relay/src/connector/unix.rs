@@ -108,14 +108,19 @@ impl Default for Lookups {
     }
 }
 
+/// The place of a path's account in [`LOOKUPS`].
+fn group(path: &Path) -> usize {
+    let mut hasher = DefaultHasher::new();
+    path.hash(&mut hasher);
+    hasher.finish() as usize % LOOKUPS.len()
+}
+
 /// Resolves a path and connects to it, on a thread that may wait. The outer error: it was not tried.
 async fn connect_elsewhere(
     path: &Path,
     socket: PeerFd,
 ) -> Result<(PeerFd, io::Result<()>), ConnectError> {
-    let mut hasher = DefaultHasher::new();
-    path.hash(&mut hasher);
-    let lookups = &LOOKUPS[hasher.finish() as usize % LOOKUPS.len()];
+    let lookups = &LOOKUPS[group(path)];
     if Arc::strong_count(&lookups.pending) > LOOKUPS_AT_ONCE {
         return Err(ConnectError::Busy);
     }
@@ -133,4 +138,35 @@ async fn connect_elsewhere(
     };
     reaper::run(work, Some(&lookups.account));
     answered.await.map_err(|_| ConnectError::Stopped)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+
+    /// As if a file system did not answer.
+    #[tokio::test]
+    async fn paths_that_do_not_answer_leave_those_of_other_groups() {
+        let socket = || {
+            let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+            let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+            PeerFd::from(socket.unwrap()).owned_by(&RIGHTS)
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let mut paths = (0..1000).map(|number| dir.path().join(number.to_string()));
+        let stuck: PathBuf = paths.next().unwrap();
+        let other = paths.find(|path| group(path) != group(&stuck)).unwrap();
+        let waiting = vec![Arc::clone(&LOOKUPS[group(&stuck)].pending); LOOKUPS_AT_ONCE];
+        let refused = connect_elsewhere(&stuck, socket()).await;
+        assert!(matches!(refused, Err(ConnectError::Busy)), "{refused:?}");
+        let missing = |answer: Result<(PeerFd, io::Result<()>), ConnectError>| {
+            let (_, result) = answer.expect("it was tried");
+            assert_eq!(result.unwrap_err().kind(), io::ErrorKind::NotFound);
+        };
+        missing(connect_elsewhere(&other, socket()).await);
+        drop(waiting);
+        missing(connect_elsewhere(&stuck, socket()).await);
+    }
 }

@@ -356,6 +356,73 @@ fn a_kill_at_any_step_changes_neither_answers_nor_device() {
     }
 }
 
+/// A predecessor that was taken over by an attacker has left the journal.
+#[test]
+fn a_forged_journal_ends_the_connection() {
+    let request = |request: FrontendReq, payload: &[u8]| {
+        crate::journal::encode_derived(7, request as u32, payload.to_vec())
+    };
+    let owner = request(FrontendReq::SET_OWNER, &[]);
+    let mut long = owner.clone();
+    long.push(0);
+    let mut unknown = owner.clone();
+    unknown[8] = 200;
+    let forged = [
+        ("no request at all", vec![]),
+        ("more bytes than its header says", long),
+        ("an unknown request", unknown),
+        (
+            "one that is not kept",
+            request(FrontendReq::GET_FEATURES, &[]),
+        ),
+        (
+            "one that a session refuses",
+            request(FrontendReq::SET_FEATURES, &[0xff; 8]),
+        ),
+        (
+            "a kick without a queue",
+            request(FrontendReq::SET_VRING_KICK, &[9; 8]),
+        ),
+    ];
+    for (what, bytes) in [("a valid one", owner.clone())].into_iter().chain(forged) {
+        let (theirs, ours) = UnixStream::pair().unwrap();
+        let (mail, mailbox) = MailSender::new().unwrap();
+        let steps = Steps(Arc::new(AtomicUsize::new(usize::MAX)));
+        let restored = RestoredFrontend {
+            socket: OwnedFd::from(ours).into(),
+            next_number: 1000,
+            kept: vec![record(&owner, &[]), record(&bytes, &[])],
+            pending: None,
+        };
+        let listener = UnixListener::bind(tempfile::tempdir().unwrap().path().join("s")).unwrap();
+        let spec = VmSpec {
+            name: "vm0".into(),
+            model: Arc::new(TestModel),
+            socket: FrontendSocket::Listener(OwnedFd::from(listener).into()),
+            max_queue_size: 128,
+            sealed_memory: false,
+            account: Budget::unlimited().account(),
+            port: Box::new(Port(Arc::default(), None, steps.clone())),
+            journal: Some(VmJournal {
+                writer: Box::new(TestJournal(Arc::default(), steps)),
+                restored: Some(restored),
+            }),
+        };
+        let mut vm = Vm::new(spec, 0, mail, Arc::default(), Default::default()).unwrap();
+        for mail in mailbox.drain() {
+            if let Mail::Reply {
+                sequence, reply, ..
+            } = mail
+            {
+                vm.handle_reply(sequence, reply);
+            }
+        }
+        let is_connected = matches!(vm.front, Front::Live(_));
+        assert_eq!(is_connected, bytes == owner, "{what}");
+        drop(theirs);
+    }
+}
+
 #[test]
 fn a_kill_of_each_successor_changes_neither_answers_nor_device() {
     let (expected, _) = run(true, &[]);

@@ -13,6 +13,8 @@ mod demo;
 mod duration;
 mod endpoint;
 mod failure;
+#[cfg(fuzzing)]
+pub mod fuzz;
 mod group;
 mod guest;
 mod help;

@@ -1,5 +1,5 @@
 //! A peer and a caller that do anything: no panic, no limit exceeded, no answer lost while the
-//! caller obeys `is_backlogged`, and no state left at the end.
+//! caller obeys `is_backlogged`, and no state left at the end. The fuzz target `peer` runs the same steps.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ const RESETS: usize = 3;
 const BACKLOG: usize = 3;
 
 #[derive(Clone, Debug)]
-enum Step {
+pub(crate) enum Step {
     Packet(Repr),
     /// The same, by a caller that ignores `is_backlogged`.
     Rude(Repr),
@@ -277,7 +277,7 @@ impl Caller {
     }
 }
 
-fn run(first: u32, accept_all: bool, seqpacket: bool, steps: Vec<Step>) {
+pub(crate) fn run(first: u32, accept_all: bool, seqpacket: bool, steps: Vec<Step>) {
     let mut config = ShardConfig::device(GUEST);
     config.first_count = first;
     config.buf_alloc = 1000;

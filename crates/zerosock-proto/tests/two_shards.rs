@@ -3,6 +3,7 @@
 //!
 //! The oracle counts bytes only: each packet carries its sender and offset. Every byte must arrive
 //! once and in order, and all of them unless a caller reset the connection or stopped receiving.
+//! The fuzz target `protocol` runs the same steps.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -59,15 +60,15 @@ struct World {
 }
 
 #[derive(Clone, Debug)]
-struct Config {
-    buf_alloc: [u32; 2],
-    first: u32,
-    graceful: bool,
-    caps: usize,
+pub(crate) struct Config {
+    pub(crate) buf_alloc: [u32; 2],
+    pub(crate) first: u32,
+    pub(crate) graceful: bool,
+    pub(crate) caps: usize,
 }
 
 #[derive(Clone, Debug)]
-enum Step {
+pub(crate) enum Step {
     Connect {
         side: usize,
     },
@@ -547,7 +548,7 @@ fn config(graceful: bool) -> impl Strategy<Value = Config> {
     })
 }
 
-fn run(config: &Config, steps: &[Step]) {
+pub(crate) fn run(config: &Config, steps: &[Step]) {
     let mut world = World::new(config);
     for step in steps {
         world.step(step);

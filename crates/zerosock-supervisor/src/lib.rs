@@ -13,6 +13,8 @@
 
 mod background;
 mod client;
+#[cfg(fuzzing)]
+pub mod fuzz;
 mod message;
 mod restarts;
 mod signals;

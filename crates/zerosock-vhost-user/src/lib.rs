@@ -51,6 +51,9 @@ use zerosock_sys::notify::CallFd;
 
 use self::journal::VmJournal;
 
+#[cfg(fuzzing)]
+pub use self::vm::fuzz;
+
 pub use self::frontends::{ControlExtension, FrontendRegistry};
 pub use self::link::FrontendLink;
 pub use self::mailbox::Notice;

@@ -174,6 +174,8 @@ mod device;
 pub mod driver;
 mod fallible;
 mod fault;
+#[cfg(fuzzing)]
+pub mod fuzz;
 mod header;
 mod host;
 #[cfg(test)]

@@ -56,6 +56,13 @@ use crate::signals::{Signals, Wake};
 use crate::sockets::raise_descriptor_limit;
 use crate::supervised;
 
+/// Validates all options; returns the settings as text.
+#[cfg(fuzzing)]
+pub(crate) fn checked(args: ServeArgs) -> Result<String, String> {
+    let settings = Settings::new(args).map_err(|error| error.to_string())?;
+    Ok(format!("{settings:?}"))
+}
+
 /// Runs until SIGINT or SIGTERM.
 pub(crate) fn main(args: ServeArgs) -> Result<(), Failure> {
     let settings = Settings::new(args.clone()).map_err(Failure::usage)?;

@@ -26,6 +26,8 @@ mod copies;
 mod copies_tests;
 mod device;
 mod frames;
+#[cfg(fuzzing)]
+pub mod fuzz;
 mod port;
 mod software;
 mod table;

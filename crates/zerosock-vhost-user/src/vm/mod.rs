@@ -414,6 +414,8 @@ impl Vm {
     }
 }
 
+#[cfg(fuzzing)]
+pub mod fuzz;
 #[cfg(test)]
 mod record_tests;
 #[cfg(test)]

@@ -55,6 +55,8 @@ pub(crate) mod factory;
 mod flush;
 mod forwarded;
 mod from_guest;
+#[cfg(fuzzing)]
+pub(crate) mod fuzz;
 mod guest_backlog;
 #[cfg(test)]
 mod guest_backlog_random_tests;

@@ -250,6 +250,31 @@ pub(super) fn connect_to(path: &Path, kind: SocketType, account: &Account) -> io
     }
 }
 
+#[cfg(fuzzing)]
+pub(crate) mod fuzz {
+    use super::{MAX_LINE, Parsed, parse_line};
+
+    /// A CONNECT line that arrives byte by byte: it is incomplete up to its newline, and then not read past it.
+    pub fn connect_line(bytes: &[u8]) {
+        let bytes = &bytes[..bytes.len().min(MAX_LINE)];
+        let Parsed::Port(port, len) = parse_line(bytes) else {
+            return;
+        };
+        assert!(
+            len <= bytes.len() && bytes[len - 1] == b'\n' && !bytes[..len - 1].contains(&b'\n')
+        );
+        assert!(
+            matches!(parse_line(&bytes[..len]), Parsed::Port(other, all) if (other, all) == (port, len))
+        );
+        for part in 0..len {
+            assert!(
+                matches!(parse_line(&bytes[..part]), Parsed::Partial),
+                "refused too early"
+            );
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::socket::tests::pair;

@@ -125,6 +125,11 @@ fn each_lie_is_refused_with_its_reason() {
             parse(|h| h.set_flags(0), 3000, ALL),
             HeaderError::GsoWithoutChecksum,
         ),
+        // Where UDP has it: found by the fuzz target `frame`.
+        (
+            parse(|h| h.set_csum_offset(6), 3000, ALL),
+            HeaderError::GsoChecksum(6),
+        ),
         (
             parse(|h| h.set_gso_type(3), 3000, ALL),
             HeaderError::GsoNotNegotiated(3),

@@ -71,6 +71,9 @@ pub const NEEDS_CSUM: u8 = 1 << 0;
 /// Flags: the checksum is known to be right. From device to driver only.
 pub const DATA_VALID: u8 = 1 << 1;
 
+/// Where the checksum is in a TCP header.
+const TCP_CHECKSUM: u16 = 16;
+
 /// The type of a frame that is no GSO frame.
 pub const GSO_NONE: u8 = 0;
 /// The type of a TSO frame over IPv4.
@@ -321,6 +324,9 @@ pub enum HeaderError {
     /// A GSO frame without a partial checksum.
     #[error("a GSO frame without a partial checksum")]
     GsoWithoutChecksum,
+    /// A GSO frame with its checksum elsewhere than in a TCP header. Linux refuses it, too.
+    #[error("a GSO frame with a checksum at {0} behind its TCP header's start")]
+    GsoChecksum(u16),
     /// Segments without payload.
     #[error("a GSO frame with segments of 0 bytes")]
     GsoSize,
@@ -364,8 +370,11 @@ impl Repr {
             GSO_NONE => None,
             _ => Some(Gso::parse(header, len, offloads)?),
         };
-        if gso.is_some() && !matches!(checksum, Checksum::Partial { .. }) {
-            return Err(HeaderError::GsoWithoutChecksum);
+        match checksum {
+            _ if gso.is_none() => {}
+            Checksum::Partial { offset, .. } if offset == TCP_CHECKSUM => {}
+            Checksum::Partial { offset, .. } => return Err(HeaderError::GsoChecksum(offset)),
+            _ => return Err(HeaderError::GsoWithoutChecksum),
         }
         Ok(Repr { checksum, gso })
     }

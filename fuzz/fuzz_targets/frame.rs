@@ -40,7 +40,10 @@ fn segmented(u: &mut Unstructured<'_>) -> Result<(Header, Vec<u8>)> {
         let byte = u.arbitrary()?;
         match header.0.get_mut(at) {
             Some(place) => *place = byte,
-            None => frame[at - HEADER_LEN] = byte,
+            None => {
+                let at = (at - HEADER_LEN) % frame.len();
+                frame[at] = byte;
+            }
         }
     }
     Ok((header, frame))

@@ -43,6 +43,8 @@ pub struct Lab<D: WorkerDevice> {
     avail: [[u16; QUEUES]; DEVICES],
     /// Each device has a command that it has not answered.
     pending: [Arc<AtomicBool>; DEVICES],
+    /// Queues that run. A control thread starts no other, and stops and enables no others.
+    running: [[Arc<AtomicBool>; QUEUES]; DEVICES],
     /// The place of the next packet.
     next: [u64; DEVICES],
 }
@@ -61,6 +63,7 @@ impl<D: WorkerDevice> Lab<D> {
             worker,
             avail: Default::default(),
             pending: Default::default(),
+            running: Default::default(),
             next: [BUFFERS; DEVICES],
         };
         lab.worker.start().unwrap();
@@ -75,6 +78,9 @@ impl<D: WorkerDevice> Lab<D> {
     }
 
     fn start(&mut self, guest: usize, queue: usize, base: u16) {
+        if self.is_running(guest, queue) {
+            return;
+        }
         let DriverLayout {
             size,
             desc,
@@ -103,6 +109,10 @@ impl<D: WorkerDevice> Lab<D> {
         self.command(guest, start);
     }
 
+    fn is_running(&self, guest: usize, queue: usize) -> bool {
+        self.running[guest][queue].load(Ordering::Relaxed)
+    }
+
     /// Gives a command to a device, if it has answered the one before.
     fn command(&mut self, guest: usize, command: DeviceCommand) {
         let pending = self.pending[guest].clone();
@@ -110,7 +120,23 @@ impl<D: WorkerDevice> Lab<D> {
         if pending.swap(true, Ordering::Relaxed) && !disconnects {
             return;
         }
-        let reply = Reply::to(move |_: DeviceReply| pending.store(false, Ordering::Relaxed));
+        let queues = match &command {
+            DeviceCommand::StartQueue { index, .. } => vec![(usize::from(*index), true)],
+            DeviceCommand::StopQueue { index } => vec![(usize::from(*index), false)],
+            DeviceCommand::ResetDevice | DeviceCommand::Disconnected => {
+                (0..QUEUES).map(|queue| (queue, false)).collect()
+            }
+            _ => vec![],
+        };
+        let running = self.running[guest].clone();
+        let reply = Reply::to(move |reply| {
+            pending.store(false, Ordering::Relaxed);
+            if !matches!(reply, DeviceReply::Failed(_)) {
+                queues
+                    .into_iter()
+                    .for_each(|(queue, runs)| running[queue].store(runs, Ordering::Relaxed));
+            }
+        });
         let now = self.worker.clock().now();
         let (device, mut cx) = self.worker.lend(guest as u32, now);
         let device = device.unwrap();
@@ -125,6 +151,7 @@ impl<D: WorkerDevice> Lab<D> {
         let queue = u.int_in_range(0..=QUEUES - 1)?;
         let index = queue as u16;
         match u.int_in_range(0..=7u8)? {
+            0 | 1 | 6 | 7 if !self.is_running(guest, queue) => {}
             0 | 1 => self.command(guest, DeviceCommand::StopQueue { index }),
             2 | 3 => {
                 let base = self.avail[guest][queue];

@@ -1,7 +1,7 @@
 //! Entry point of the fuzz target `device` (docs/fuzzing.md): a worker with the devices of two VMs.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use zerosock_proto::Cid;
@@ -36,7 +36,8 @@ pub fn vsock_worker(dir: &Path, target: impl Drive) {
 
 fn worker(dir: &Path) -> Worker<Device> {
     let (sender, mailbox) = Mailbox::new().expect("a descriptor is left");
-    socket_path::learn_mounts().expect("the mounts are readable");
+    static MOUNTS: Once = Once::new();
+    MOUNTS.call_once(|| socket_path::learn_mounts().expect("the mounts are readable"));
     let hour = Duration::from_secs(3600);
     let limits = Limits {
         handshake: hour,

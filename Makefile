@@ -5,7 +5,7 @@ TARGET := x86_64-unknown-linux-gnu
 BUILD_DIR := $(or $(CARGO_TARGET_DIR),target)
 STATIC := $(BUILD_DIR)/$(TARGET)/release/zerosock
 
-.PHONY: help demo test check bench bench-vm lint static install
+.PHONY: help demo test check fuzz bench bench-vm lint static install
 
 help:
 	@echo "make demo     boot a stock Linux guest, stream a file both ways, print a short table"
@@ -13,6 +13,7 @@ help:
 	@echo "make test     everything: lint, unit, property, loom, Miri, integration and VM tests, examples"
 	@echo "              (ARGS='lint test' runs these stages only)"
 	@echo "make check    what to run before a commit: layers, prose, lint, and the tests without guests and peers"
+	@echo "make fuzz     the fuzz targets, one after the other (SECONDS=60 each): docs/fuzzing.md"
 	@echo "make bench    zerosock beside its peers: sockets, iceoryx2, vhost-device-vsock, socat, HAProxy, DPDK"
 	@echo "              (ARGS='local', ARGS='device --rounds 9', ...)"
 	@echo "make bench-vm a stock guest under QEMU, side by side with vhost-device-vsock"
@@ -33,6 +34,11 @@ test:
 check:
 	@scripts/need test
 	@scripts/test layers prose lint test
+
+# Skipped where the nightly toolchain or cargo-fuzz cannot be had.
+fuzz:
+	@scripts/need fuzz || { echo "SKIPPED fuzz: no nightly toolchain or no cargo-fuzz"; exit 0; } && \
+		scripts/fuzz $(or $(SECONDS),60)
 
 bench:
 	@scripts/need build

@@ -8,7 +8,7 @@
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, LazyLock};
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use arbitrary::{Result, Unstructured};
@@ -18,7 +18,6 @@ use zerosock_fuzz::{memory_file, number, open_descriptors};
 use zerosock_sys::reaper;
 use zerosock_vhost_user::fuzz::World;
 use zerosock_vhost_user::session::{F_EVENT_IDX, F_LOG_ALL, F_VERSION_1};
-use zerosock_vhost_user::{ConfigWrite, DeviceModel, FrontendFault};
 
 const MIB: u64 = 1 << 20;
 /// Guest addresses are user addresses minus this.
@@ -26,33 +25,6 @@ const USER: u64 = 0x7000_0000_0000;
 /// F_PROTOCOL_FEATURES, and whether a message of a queue comes without a descriptor.
 const PROTOCOL: u64 = 1 << 30;
 const NO_FD: u64 = 1 << 8;
-
-#[derive(Debug)]
-struct Model;
-
-impl DeviceModel for Model {
-    fn features(&self) -> u64 {
-        F_VERSION_1 | F_EVENT_IDX
-    }
-
-    fn max_queues(&self) -> u16 {
-        3
-    }
-
-    fn config(&self) -> Vec<u8> {
-        vec![0; 8]
-    }
-
-    fn write_config(
-        &self,
-        config: &mut [u8],
-        write: ConfigWrite<'_>,
-    ) -> std::result::Result<(), (FrontendFault, String)> {
-        let places = config.iter_mut().skip(write.offset);
-        places.zip(write.bytes).for_each(|(old, new)| *old = *new);
-        Ok(())
-    }
-}
 
 /// Eventfds, memory, and what no request takes.
 static FDS: LazyLock<Vec<OwnedFd>> = LazyLock::new(|| {
@@ -235,11 +207,11 @@ fuzz_target!(|bytes: &[u8]| {
     // The first input starts threads, which have descriptors.
     static WARM: std::sync::Once = std::sync::Once::new();
     WARM.call_once(|| {
-        World::new(Arc::new(Model), true).end();
+        World::new(true).end();
         assert!(reaper::drain(Duration::from_secs(10)));
     });
     let before = open_descriptors();
-    let mut world = World::new(Arc::new(Model), has_journal);
+    let mut world = World::new(has_journal);
     while !u.is_empty() && world.is_connected() {
         if step(&mut world, &mut u, has_journal).is_err() {
             break;

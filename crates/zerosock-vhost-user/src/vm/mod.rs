@@ -418,5 +418,7 @@ impl Vm {
 pub mod fuzz;
 #[cfg(test)]
 mod record_tests;
+#[cfg(any(test, fuzzing))]
+mod test_lab;
 #[cfg(test)]
 mod tests;

@@ -1,198 +1,28 @@
 //! A process that is killed at any step of any request, and its successor: the front-end gets each
 //! answer once, and the device is as it would be without.
 
-use std::collections::BTreeMap;
-use std::os::fd::BorrowedFd;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
+use std::sync::atomic::AtomicUsize;
 use std::thread;
 
 use rustix::event::{EventfdFlags, eventfd};
 use vhost::vhost_user::message::{FrontendReq, VhostUserSingleMemoryRegion};
 use vm_memory::ByteValued;
 use zerosock_ring::RegionConfig;
-use zerosock_sys::account::Budget;
 use zerosock_sys::memfd;
 
 use super::super::mailbox::{Mail, MailSender};
+use super::test_lab::{Held, State, Steps, lock, record, spec};
 use super::*;
 use crate::ProtocolFeatures;
 use crate::frontend::{Frontend, VringAddr};
-use crate::journal::{Change, Key, Record, RestoredFrontend};
-use crate::session::{F_EVENT_IDX, F_VERSION_1};
+use crate::journal::RestoredFrontend;
+use crate::session::F_VERSION_1;
 
 const LIMIT: std::time::Duration = std::time::Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
-
-/// What a supervisor holds.
-#[derive(Default)]
-struct Held {
-    socket: Option<OwnedFd>,
-    kept: BTreeMap<Key, Record>,
-    pending: Option<Record>,
-    /// Replies written.
-    replies: usize,
-}
-
-/// How many more steps the process makes.
-#[derive(Clone)]
-struct Steps(Arc<AtomicUsize>);
-
-impl Steps {
-    fn step(&self) {
-        if self.0.fetch_sub(1, Ordering::Relaxed) == 1 {
-            std::panic::resume_unwind(Box::new("killed"));
-        }
-    }
-}
-
-struct TestJournal(Arc<Mutex<Held>>, Steps);
-
-fn record(bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Record {
-    let fds = fds.iter().map(|fd| fd.try_clone_to_owned().unwrap().into());
-    Record {
-        bytes: bytes.to_vec(),
-        fds: fds.collect(),
-    }
-}
-
-impl Journal for TestJournal {
-    fn connected(&mut self, socket: BorrowedFd<'_>) -> u64 {
-        lock(&self.0).socket = Some(socket.try_clone_to_owned().unwrap());
-        self.1.step();
-        1
-    }
-
-    fn begin(&mut self, request: &[u8], fds: &[BorrowedFd<'_>]) {
-        self.1.step();
-        lock(&self.0).pending = Some(record(request, fds));
-        self.1.step();
-    }
-
-    fn finish(&mut self, place: Option<Key>, changes: &[Change<'_>], reply: &[u8]) -> bool {
-        self.1.step();
-        {
-            let mut held = lock(&self.0);
-            let done = held.pending.take().expect("it was begun");
-            if let Some(key) = place {
-                held.kept.insert(key, done);
-            }
-            for change in changes {
-                match change {
-                    Change::Keep { key, bytes, fds } => {
-                        held.kept.insert(*key, record(bytes, fds));
-                    }
-                    Change::Drop(key) => drop(held.kept.remove(key)),
-                    Change::DropAll(request) => held.kept.retain(|key, _| key.request != *request),
-                }
-            }
-            if !reply.is_empty() {
-                let socket = held.socket.as_ref().unwrap();
-                fd_passing::send(socket, &[IoSlice::new(reply)], &[]).unwrap();
-                held.replies += 1;
-            }
-        }
-        self.1.step();
-        true
-    }
-
-    fn disconnected(&mut self) {
-        *lock(&self.0) = Held::default();
-    }
-}
-
-fn lock(held: &Mutex<Held>) -> std::sync::MutexGuard<'_, Held> {
-    held.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// What the front-end has made of the device.
-#[derive(Clone, Debug, Default, PartialEq)]
-struct State {
-    features: u64,
-    memory: u64,
-    config: Vec<u8>,
-    /// Base, size, and whether it is enabled and has descriptors for calls and errors.
-    queues: BTreeMap<u16, (u16, u16, bool, bool, bool)>,
-}
-
-struct Port(Arc<Mutex<State>>, Option<Arc<zerosock_ring::Memory>>, Steps);
-
-impl DevicePort for Port {
-    fn submit(&mut self, command: DeviceCommand, reply: Reply) {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match command {
-            DeviceCommand::SetFeatures(features) => state.features = features,
-            DeviceCommand::SetConfig(config) => state.config = config.to_vec(),
-            DeviceCommand::SetMemory(memory) => {
-                state.memory = memory.end();
-                self.1 = Some(memory);
-            }
-            DeviceCommand::StartQueue {
-                index,
-                config,
-                call,
-                err,
-                enabled,
-                ..
-            } => {
-                let queue = (
-                    config.base,
-                    config.size,
-                    enabled,
-                    call.is_some(),
-                    err.is_some(),
-                );
-                state.queues.insert(index, queue);
-            }
-            DeviceCommand::SetCall { index, call } => {
-                state.queues.get_mut(&index).unwrap().3 = call.is_some();
-            }
-            DeviceCommand::EnableQueue { index, enabled } => {
-                state.queues.get_mut(&index).unwrap().2 = enabled;
-            }
-            DeviceCommand::ResetDevice => state.queues.clear(),
-            DeviceCommand::StopQueue { index } => {
-                state.queues.remove(&index);
-                drop(state);
-                reply.base(700 + index);
-                return self.2.step();
-            }
-            _ => {}
-        }
-        drop(state);
-        reply.done();
-        self.2.step();
-    }
-}
-
-#[derive(Debug)]
-struct TestModel;
-
-impl DeviceModel for TestModel {
-    fn features(&self) -> u64 {
-        F_VERSION_1 | F_EVENT_IDX
-    }
-
-    fn max_queues(&self) -> u16 {
-        2
-    }
-
-    fn config(&self) -> Vec<u8> {
-        vec![0; 4]
-    }
-
-    fn write_config(
-        &self,
-        config: &mut [u8],
-        write: crate::ConfigWrite<'_>,
-    ) -> Result<(), (FrontendFault, String)> {
-        let places = config.iter_mut().skip(write.offset);
-        places.zip(write.bytes).for_each(|(old, new)| *old = *new);
-        Ok(())
-    }
-}
 
 /// A front-end that changes its mind in every way. Returns the answers, and stays connected.
 fn front_end(socket: UnixStream, acks: bool) -> (Vec<u64>, Frontend) {
@@ -281,32 +111,10 @@ fn run(acks: bool, kills: &[usize]) -> ((Vec<u64>, State, usize), usize) {
         let (mail, mailbox) = MailSender::new().unwrap();
         let restored = {
             let held = lock(&held);
-            let copy = |it: &Record| {
-                let fds: Vec<_> = it.fds.iter().map(AsFd::as_fd).collect();
-                record(&it.bytes, &fds)
-            };
-            held.socket.as_ref().map(|socket| RestoredFrontend {
-                socket: socket.try_clone().unwrap().into(),
-                next_number: 1000,
-                // The order does not matter.
-                kept: held.kept.values().rev().map(copy).collect(),
-                pending: held.pending.as_ref().map(copy),
-            })
+            let socket = held.socket.as_ref().map(|it| it.try_clone().unwrap());
+            socket.map(|socket| held.restore(socket))
         };
-        let listener = UnixListener::bind(tempfile::tempdir().unwrap().path().join("s")).unwrap();
-        let spec = VmSpec {
-            name: "vm0".into(),
-            model: Arc::new(TestModel),
-            socket: FrontendSocket::Listener(OwnedFd::from(listener).into()),
-            max_queue_size: 128,
-            sealed_memory: false,
-            account: Budget::unlimited().account(),
-            port: Box::new(Port(Arc::clone(&state), None, steps.clone())),
-            journal: Some(VmJournal {
-                writer: Box::new(TestJournal(Arc::clone(&held), steps)),
-                restored,
-            }),
-        };
+        let spec = spec(Arc::clone(&state), Arc::clone(&held), steps, restored);
         let mut vm = None;
         let life = catch_unwind(AssertUnwindSafe(|| {
             let vm = vm.insert(Vm::new(spec, 0, mail, Arc::default(), Default::default()).unwrap());
@@ -387,27 +195,18 @@ fn a_forged_journal_ends_the_connection() {
     for (what, bytes) in [("a valid one", owner.clone())].into_iter().chain(forged) {
         let (theirs, ours) = UnixStream::pair().unwrap();
         let (mail, mailbox) = MailSender::new().unwrap();
-        let steps = Steps(Arc::new(AtomicUsize::new(usize::MAX)));
         let restored = RestoredFrontend {
             socket: OwnedFd::from(ours).into(),
             next_number: 1000,
             kept: vec![record(&owner, &[]), record(&bytes, &[])],
             pending: None,
         };
-        let listener = UnixListener::bind(tempfile::tempdir().unwrap().path().join("s")).unwrap();
-        let spec = VmSpec {
-            name: "vm0".into(),
-            model: Arc::new(TestModel),
-            socket: FrontendSocket::Listener(OwnedFd::from(listener).into()),
-            max_queue_size: 128,
-            sealed_memory: false,
-            account: Budget::unlimited().account(),
-            port: Box::new(Port(Arc::default(), None, steps.clone())),
-            journal: Some(VmJournal {
-                writer: Box::new(TestJournal(Arc::default(), steps)),
-                restored: Some(restored),
-            }),
-        };
+        let spec = spec(
+            Arc::default(),
+            Arc::default(),
+            Steps::endless(),
+            Some(restored),
+        );
         let mut vm = Vm::new(spec, 0, mail, Arc::default(), Default::default()).unwrap();
         for mail in mailbox.drain() {
             if let Mail::Reply {

@@ -14,6 +14,8 @@ const MAX_HEADERS: usize = 256;
 
 const IPV6_LEN: usize = 40;
 const TCP_LEN: usize = 20;
+/// With all options that there can be.
+const MAX_TCP_LEN: usize = 60;
 /// Places in a TCP header.
 const SEQUENCE: usize = 4;
 const DATA_OFFSET: usize = 12;
@@ -30,7 +32,7 @@ pub(super) fn is_accepted(header: &Header, len: usize, offloads: Offloads) -> bo
 }
 
 /// How many frames a receiver with these offloads gets in the place of this one, at most, and the bytes of
-/// each. A frame that such a receiver drops counts as one that it cuts.
+/// each, at most. A frame that such a receiver drops counts as one that it cuts.
 pub(super) fn cut(header: &Header, len: usize, offloads: Offloads) -> (usize, usize) {
     if is_accepted(header, len, offloads) {
         return (1, len);
@@ -40,11 +42,11 @@ pub(super) fn cut(header: &Header, len: usize, offloads: Offloads) -> (usize, us
             checksum: Checksum::Partial { start, .. },
             gso: Some(gso),
         }) => {
-            // The shortest headers leave the most payload.
-            let headers = usize::from(start) + TCP_LEN;
+            // The shortest headers leave the most payload, the longest make the longest segments.
+            let [shortest, longest] = [TCP_LEN, MAX_TCP_LEN].map(|tcp| usize::from(start) + tcp);
             let size = usize::from(gso.size);
-            let segments = len.saturating_sub(headers).div_ceil(size);
-            (segments.clamp(1, MAX_SEGMENTS), len.min(headers + size))
+            let segments = len.saturating_sub(shortest).div_ceil(size);
+            (segments.clamp(1, MAX_SEGMENTS), len.min(longest + size))
         }
         _ => (1, len),
     }

@@ -40,8 +40,8 @@ fn the_number_of_segments_is_known_before_a_frame_is_cut() {
     for (payload, wanted) in [(0, 1), (1, 1), (200, 200), (256, 256), (257, 256)] {
         let (mut header, frame) = tso(start, payload);
         let cut = |header: &Header, offloads| cut(header, frame.len(), offloads);
-        let least = start + TCP_LEN + payload.min(1);
-        assert_eq!(cut(&header, Offloads::default()), (wanted, least));
+        let longest = (start + TCP_LEN + payload).min(start + MAX_TCP_LEN + 1);
+        assert_eq!(cut(&header, Offloads::default()), (wanted, longest));
         assert_eq!(cut(&header, Offloads::ALL), (1, frame.len()));
         if payload <= MAX_SEGMENTS {
             assert_eq!(segments(start, payload), Some(wanted));
@@ -52,4 +52,17 @@ fn the_number_of_segments_is_known_before_a_frame_is_cut() {
         header.set_gso_type(0);
         assert_eq!(cut(&header, Offloads::default()), (1, frame.len()));
     }
+}
+
+/// Found by the fuzz target `frame`.
+#[test]
+fn segments_with_options_are_as_long_as_announced() {
+    let start = ETHERNET_LEN + IPV6_LEN;
+    let (header, mut frame) = tso(start, 100);
+    frame[start + DATA_OFFSET] = 15 << 4;
+    let mut out = Copies::default();
+    convert(&header, &frame, Offloads::default(), &mut out).unwrap();
+    let (segments, longest) = cut(&header, frame.len(), Offloads::default());
+    assert!(out.len() <= segments);
+    assert_eq!(out.first().unwrap().1.len(), longest);
 }

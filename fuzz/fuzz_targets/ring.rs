@@ -177,6 +177,12 @@ fn poke(at: u64, bytes: &[u8]) {
     assert_eq!(FILES.memory.write(&pieces, 0, bytes), bytes.len());
 }
 
+fn peek<const N: usize>(at: u64) -> [u8; N] {
+    let mut pieces = Vec::new();
+    FILES.memory.translate(at, N as u32, &mut pieces).unwrap();
+    FILES.memory.read_array(&pieces, 0).unwrap()
+}
+
 fn check(chain: &Chain, written: bool) {
     let mut total = 0;
     for piece in chain.readable().iter().chain(chain.writable()) {
@@ -282,11 +288,9 @@ impl World {
                 }
             }
             Step::Unpop => {
-                // Only the chain popped last can go back, and tests do that in order.
-                while let Ok(Some(chain)) = self.device.pop() {
+                if let Ok(Some(chain)) = self.device.pop() {
                     check(&chain, false);
                     self.device.unpop(chain);
-                    break;
                 }
             }
             Step::Complete(at, written) => {
@@ -307,6 +311,11 @@ impl World {
             Step::Successor => {
                 self.held.clear();
                 let config = config(self.event_idx, 0);
+                let posted = || {
+                    let index = |at| u16::from_le_bytes(peek(at));
+                    index(layout.avail + 2).wrapping_sub(index(layout.used + 2))
+                };
+                let before = posted();
                 let again = DeviceQueue::recover(FILES.memory.clone(), &config, record(), START);
                 let (device, lost) = again.unwrap();
                 self.device = device;
@@ -314,6 +323,11 @@ impl World {
                 assert!(outstanding <= SIZE);
                 assert_eq!(self.device.complete_lost(lost), outstanding);
                 assert_eq!(self.device.outstanding(), 0);
+                let _ = self.device.publish();
+                assert!(
+                    before > SIZE || posted() <= before,
+                    "more chains return than are posted"
+                );
             }
             Step::DriverAdd(more, writable) => {
                 let buffer = Buffer {

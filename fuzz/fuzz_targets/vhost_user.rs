@@ -25,6 +25,8 @@ const USER: u64 = 0x7000_0000_0000;
 /// F_PROTOCOL_FEATURES, and whether a message of a queue comes without a descriptor.
 const PROTOCOL: u64 = 1 << 30;
 const NO_FD: u64 = 1 << 8;
+/// MQ, LOG_SHMFD, REPLY_ACK, BACKEND_REQ, CONFIG, RESET_DEVICE and CONFIGURE_MEM_SLOTS.
+const FEATURES: u64 = 0xa22b;
 
 /// Eventfds, memory, and what no request takes.
 static FDS: LazyLock<Vec<OwnedFd>> = LazyLock::new(|| {
@@ -98,7 +100,7 @@ fn request(u: &mut Unstructured<'_>) -> Result<(u32, Vec<u8>, Vec<usize>)> {
             quads([if u.ratio(1, 4)? {
                 u.arbitrary()?
             } else {
-                0b1010_0010_1011_u64
+                FEATURES
             }]),
         ),
         4 | 5 => {
@@ -166,33 +168,64 @@ fn request(u: &mut Unstructured<'_>) -> Result<(u32, Vec<u8>, Vec<usize>)> {
     Ok((request, payload, fds))
 }
 
+/// What starts a queue.
+fn bring_up(queue: u32, base: u16) -> [(u32, Vec<u8>, Vec<usize>); 9] {
+    let at = USER + u64::from(queue) * 0x10000;
+    let table = [words([1, 0]), quads([0, 4 * MIB, USER, 0])].concat();
+    let rings = quads([at, at + 0x8000, at + 0x4000, 0]);
+    let index = quads([queue.into()]);
+    [
+        (16, quads([FEATURES]), vec![]),
+        (2, quads([F_VERSION_1 | PROTOCOL]), vec![]),
+        (5, table, vec![2]),
+        (8, words([queue, 64]), vec![]),
+        (10, words([queue, base.into()]), vec![]),
+        (9, [words([queue, 0]), rings].concat(), vec![]),
+        (13, index.clone(), vec![1]),
+        (12, index, vec![0]),
+        (18, words([queue, 1]), vec![]),
+    ]
+}
+
+fn send(
+    world: &mut World,
+    request: (u32, Vec<u8>, Vec<usize>),
+    u: &mut Unstructured<'_>,
+) -> Result<()> {
+    let (request, payload, fds) = request;
+    let need_reply = u32::from(u.arbitrary::<bool>()?) << 3;
+    let mut bytes = words([request, 1 | need_reply, payload.len() as u32]);
+    bytes.extend(payload);
+    if u.ratio(1, 64)? {
+        let at = u.choose_index(bytes.len())?;
+        bytes[at] = u.arbitrary()?;
+    }
+    let fds: Vec<BorrowedFd<'_>> = fds.iter().map(|at| FDS[*at].as_fd()).collect();
+    let part = if u.ratio(1, 32)? {
+        u.choose_index(bytes.len())?
+    } else {
+        0
+    };
+    world.send(&bytes[..part], &[]);
+    world.send(&bytes[part..], &fds);
+    Ok(())
+}
+
 fn step(world: &mut World, u: &mut Unstructured<'_>, has_journal: bool) -> Result<()> {
     match u.int_in_range(0..=15u8)? {
         0 if has_journal => world.succeed(),
         1 if has_journal && u.ratio(1, 4)? => {
-            world.succeed_forged(
-                u.arbitrary::<u8>()?.into(),
-                u.arbitrary::<u8>()?.into(),
-                u.arbitrary()?,
-            );
+            let (record, at, byte) = u.arbitrary::<(u8, u8, u8)>()?;
+            world.succeed_forged(record.into(), at.into(), byte);
+        }
+        2 => {
+            for request in bring_up(u.int_in_range(0..=1)?, u.arbitrary()?) {
+                send(world, request, u)?;
+            }
         }
         _ => {
-            let (request, payload, fds) = request(u)?;
-            let need_reply = u32::from(u.arbitrary::<bool>()?) << 3;
-            let mut bytes = words([request, 1 | need_reply, payload.len() as u32]);
-            bytes.extend(payload);
-            if u.ratio(1, 32)? {
-                let at = u.choose_index(bytes.len())?;
-                bytes[at] = u.arbitrary()?;
-            }
-            let fds: Vec<BorrowedFd<'_>> = fds.iter().map(|at| FDS[*at].as_fd()).collect();
-            let part = if u.ratio(1, 16)? {
-                u.choose_index(bytes.len())?
-            } else {
-                0
-            };
-            world.send(&bytes[..part], &[]);
-            world.send(&bytes[part..], &fds);
+            let request = request(u)?;
+            send(world, request, u)?;
         }
     }
     Ok(())

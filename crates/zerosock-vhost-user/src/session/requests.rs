@@ -538,15 +538,16 @@ fn set_vring_enable(session: &mut Session, arguments: Arguments<'_>) -> Result<A
             ));
         }
     };
+    let features = session.features;
+    let (index, queue) = session.queue(state.index)?;
     // QEMU may send this before SET_FEATURES: the state counts when the queue is started.
     let negotiated = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
-    if session.features != 0 && session.features & negotiated == 0 {
+    if features & negotiated == 0 && (features != 0 || queue.started) {
         return Err((
             FrontendFault::Order,
             "needs VHOST_USER_F_PROTOCOL_FEATURES in SET_FEATURES".into(),
         ));
     }
-    let (index, queue) = session.queue(state.index)?;
     if queue.started && queue.enabled != enabled {
         let command = DeviceCommand::EnableQueue { index, enabled };
         return Ok(Accepted::Command(command, OnDone::Enable(index, enabled)));

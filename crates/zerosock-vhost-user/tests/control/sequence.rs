@@ -295,6 +295,29 @@ fn a_queue_may_be_enabled_before_the_features_are_set() {
     );
 }
 
+/// Found by the fuzz target `vhost_user`: a successor started the queue enabled.
+#[test]
+fn a_running_queue_is_not_disabled_without_protocol_features() {
+    let (lab, worker) = Harness::one();
+    let commands = worker.answer_all();
+    let raw = lab.raw(0);
+    for (request, payload, fds) in start_sequence() {
+        if ![2, 18].contains(&request) {
+            let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+            raw.send(request, 0, &payload, &fds);
+        }
+    }
+    let command = wait_for(&commands, "StartQueue");
+    assert!(matches!(
+        command,
+        DeviceCommand::StartQueue { enabled: true, .. }
+    ));
+    for enabled in [0, 1] {
+        raw.send(18, NEED_REPLY, &state(0, enabled), &[]);
+        assert_eq!(raw.reply_u64(18), 1);
+    }
+}
+
 #[test]
 fn a_running_queue_gets_new_call_and_error_descriptors() {
     let (lab, worker) = Harness::one();

@@ -50,8 +50,11 @@ impl Lab {
     }
 
     fn upgrade(&self) {
-        let before = self.count("has taken over");
+        let (before, begun) = (self.count("has taken over"), self.count("upgrade to "));
         self.serve.signal("USR2");
+        wait_until("its begin", || self.count("upgrade to ") > begun);
+        // A report of the counters does not disturb it.
+        self.serve.signal("USR1");
         wait_until("an upgrade", || self.count("has taken over") > before);
     }
 

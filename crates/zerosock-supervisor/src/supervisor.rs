@@ -214,7 +214,10 @@ impl Supervisor {
                 if signal == Signal::USR2 {
                     self.wants_upgrade = true;
                 } else {
-                    self.cancel_upgrade(worker, &format!("{signal:?} came"));
+                    // SIGUSR1 only has the counters logged.
+                    if signal != Signal::USR1 {
+                        self.cancel_upgrade(worker, &format!("{signal:?} came"));
+                    }
                     worker.signal(signal);
                 }
             }

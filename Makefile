@@ -5,7 +5,7 @@ TARGET := x86_64-unknown-linux-gnu
 BUILD_DIR := $(or $(CARGO_TARGET_DIR),target)
 STATIC := $(BUILD_DIR)/$(TARGET)/release/zerosock
 
-.PHONY: help demo test check fuzz bench bench-vm lint static install
+.PHONY: help demo test check fuzz bench bench-vm soak lint static install
 
 help:
 	@echo "make demo     boot a stock Linux guest, stream a file both ways, print a short table"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench    zerosock beside its peers: sockets, iceoryx2, vhost-device-vsock, socat, HAProxy, DPDK"
 	@echo "              (ARGS='local', ARGS='device --rounds 9', ...)"
 	@echo "make bench-vm a stock guest under QEMU, side by side with vhost-device-vsock"
+	@echo "make soak     mixed traffic with kills, upgrades and reloads for long; growth fails it (MINUTES=30, ARGS='--seed 1')"
 	@echo "make lint     rustfmt, clippy, rustdoc, layers of crates, prose, licences"
 	@echo "make static   the static binary: $(STATIC)"
 	@echo "make install  as root: the command, the units of systemd, their user, an example of vms.yaml"
@@ -48,6 +49,12 @@ bench-vm:
 	@scripts/need demo
 	@$(MAKE) --no-print-directory static
 	@scripts/bench-vm $(ARGS)
+
+MINUTES := 30
+soak:
+	@scripts/need build
+	cargo build --release -p zerosock-testkit
+	$(BUILD_DIR)/release/zerosock-testkit soak --minutes $(MINUTES) $(ARGS)
 
 lint:
 	@scripts/need lint

@@ -9,7 +9,7 @@
 //!
 //! A program that tests with guests is the agent itself, under its own name, when its first argument
 //! is [`guest::NAME`]; `zerosock-testkit` is that and the whole `zerosock` command besides, so that
-//! one program in the guest is enough.
+//! one program in the guest is enough. [`soak`] is a long run without guests.
 #![deny(unsafe_code)]
 
 pub mod calls;
@@ -22,4 +22,5 @@ pub mod guest;
 pub mod packages;
 pub mod protocol;
 pub mod remote;
+pub mod soak;
 pub mod uml;

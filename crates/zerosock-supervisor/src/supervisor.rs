@@ -11,6 +11,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -361,6 +362,8 @@ impl Supervisor {
         let timeout = timeout.and_then(|time| Timespec::try_from(time).ok());
         match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
+            // It passes, and an end would take all devices along.
+            Err(Errno::NOMEM) => thread::sleep(Duration::from_millis(10)),
             Err(errno) => return Err(errno.into()),
         }
         let came = |index: usize| {

@@ -472,6 +472,10 @@ fn write((value, bytes): &PendingWrite<'_, OwnedFd>) {
     };
     let Some(socket) = value.fds.first().filter(is_stream) else {
         warn!("the worker process asked to write to what is not a Unix stream socket");
+        // If it is a socket for all that, its peer must not wait for the rest for ever.
+        if let Some(fd) = value.fds.first() {
+            let _ = net::shutdown(fd, Shutdown::Both);
+        }
         return;
     };
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;

@@ -109,6 +109,10 @@ impl Needs {
         self.family(AddressFamily::INET6);
         self.reads_now(Path::new("/etc/resolv.conf"));
         self.reads_now(Path::new("/etc/hosts"));
+        // For the numbers of queries, by a program with a static C library.
+        for device in ["/dev/random", "/dev/urandom"] {
+            self.files.devices.insert(device.into());
+        }
     }
 
     /// A listener, on a port that may be one of root's.

@@ -4,7 +4,7 @@
 //! of nanoseconds until it, or 2^64 - 1 if there is none.
 //!
 //! # Invariants
-//! A [`Reader`] takes hostile bytes: it reads nothing beyond their end, and reserves no memory.
+//! A `Reader` takes hostile bytes: it reads nothing beyond their end, and reserves no memory.
 
 use crate::addr::{Address, Cid, Port};
 use crate::time::{Duration, Instant};

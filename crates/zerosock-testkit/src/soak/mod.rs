@@ -5,7 +5,7 @@
 //! - Contents that are not what was sent, a call that waits for a minute, and a connection that ends, or cannot be made,
 //!   without an event that explains it: at a kill all may end; at an upgrade, those of attached processes; at a reset, those
 //!   of the guest.
-//! - Growth of memory, descriptors or threads ([`samples`]), and connections that stay when the traffic has stopped.
+//! - Growth of memory, descriptors or threads (`samples`), and connections that stay when the traffic has stopped.
 //!
 //! In the first half the process that serves is killed and upgraded now and then. In the second half it stays the same, so
 //! that its memory can be compared.

@@ -10,7 +10,11 @@ use zerosock_fuzz::{number, steps};
 use zerosock_proto::wire::vsock::{Repr, WireOp, WireType};
 use zerosock_proto::{Address, Cid, Port};
 
-#[allow(dead_code, unused_imports)]
+#[allow(
+    dead_code,
+    unused_imports,
+    reason = "the tests of this file use the rest"
+)]
 #[path = "../../crates/zerosock-proto/tests/hostile.rs"]
 mod hostile;
 

@@ -9,7 +9,11 @@ use libfuzzer_sys::fuzz_target;
 use zerosock_fuzz::steps;
 use zerosock_proto::vsock::Directions;
 
-#[allow(dead_code, unused_imports)]
+#[allow(
+    dead_code,
+    unused_imports,
+    reason = "the tests of this file use the rest"
+)]
 #[path = "../../crates/zerosock-proto/tests/two_shards.rs"]
 mod two_shards;
 

@@ -22,7 +22,7 @@ pub use connection::{FlowInfo, MessageReservation, Reservation};
 pub use credit::SMALL_PACKET;
 pub use endpoint::{
     CommitError, ConnectError, ConsumeError, FlowError, ListenError, ReserveError, SendError,
-    Shard, ShardStats,
+    Shard, ShardStats, check_snapshot_version,
 };
 pub use event::{CloseReason, Disposition, DropReason, Event, RefuseReason, Span, Transmit};
 pub use flow_id::FlowId;

@@ -18,7 +18,7 @@
 use std::collections::HashMap;
 
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
-use zerosock_proto::vsock::{FlowId, State};
+use zerosock_proto::vsock::{FlowId, State, check_snapshot_version};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_sys::PeerFd;
@@ -53,7 +53,8 @@ const UNKNOWN: zerosock_virtio::outbox::DeviceAddr = zerosock_virtio::outbox::De
 
 /// Checks the form of what was saved.
 pub(crate) fn check_saved(bytes: &[u8]) -> Result<(), String> {
-    Saved::decode(bytes).map(|_| ())
+    let saved = Saved::decode(bytes)?;
+    check_snapshot_version(saved.shard).map_err(|error| error.to_string())
 }
 
 impl Device {

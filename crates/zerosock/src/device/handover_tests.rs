@@ -232,7 +232,8 @@ fn what_is_not_passed_on_is_reset() {
     let seven = (7, SERVICE, SocketType::Stream);
     assert_eq!(resets(&lab.packets()), [named, seven]);
     // Another version, or nothing at all.
-    for broken in [Some(4), None] {
+    // Behind the first length is the magic number of the protocol core, then its version.
+    for broken in [Some(4), Some(8 + 8 + 8), None] {
         let _open = lab.serve(7);
         let (fresh, fds) = save(&mut lab);
         bytes = fresh;

@@ -40,6 +40,7 @@ use hashbrown::DefaultHashBuilder;
 pub use error::{
     CommitError, ConnectError, ConsumeError, FlowError, ListenError, ReserveError, SendError,
 };
+pub use snapshot::check_snapshot_version;
 pub use stats::ShardStats;
 
 use self::list::{CONTROL, DATA, EVENTS, List};

@@ -50,6 +50,24 @@ struct Snapshot {
     lists: [Vec<u32>; 3],
 }
 
+/// Checks that these bytes are a snapshot of the version that [`Shard::restore`] reads, and no more.
+///
+/// # Errors
+/// They are none, or of another version.
+pub fn check_snapshot_version(bytes: &[u8]) -> Result<(), RestoreError> {
+    check_version(&mut Reader(bytes))
+}
+
+fn check_version(from: &mut Reader<'_>) -> Result<(), RestoreError> {
+    if from.u64()? != MAGIC {
+        return Err(RestoreError::NotASnapshot);
+    }
+    match from.count()? {
+        VERSION => Ok(()),
+        version => Err(RestoreError::Version(version)),
+    }
+}
+
 impl<S: BuildHasher> Shard<S> {
     /// Everything of the shard that a successor needs to continue its connections, for
     /// [`restore`](Self::restore). Times count from `now`. Counters and listeners are not saved.
@@ -168,13 +186,7 @@ impl<S: BuildHasher> Shard<S> {
     /// Reads a snapshot and checks it.
     fn read(&self, now: Instant, bytes: &[u8]) -> Result<Snapshot, RestoreError> {
         let from = &mut Reader(bytes);
-        if from.u64()? != MAGIC {
-            return Err(RestoreError::NotASnapshot);
-        }
-        let version = from.count()?;
-        if version != VERSION {
-            return Err(RestoreError::Version(version));
-        }
+        check_version(from)?;
         let (half, cid) = self.identity();
         if from.u32s()? != [half, cid.get()] {
             return Err(RestoreError::OtherEndpoint);
